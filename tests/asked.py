@@ -62,10 +62,10 @@ def strange_names(system: str, words: str) -> list[str]:
 
 def strange(system: str, names: Iterable[str]) -> list[str]:
     known = {row.key for row in rows(system)} | {f"since_{at.replace('-', '_')}" for at in VERSIONS[system]}
-    return [name for name in names if name not in known and not _is_function(system, name)]
+    return [name for name in names if name not in known and not is_function(system, name)]
 
 
-def _is_function(system: str, name: str) -> bool:
+def is_function(system: str, name: str) -> bool:
     try:
         return callable(function(system, name))
     except ValueError:

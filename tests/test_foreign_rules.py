@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asked import strange, strange_names
+from asked import is_function, strange, strange_names
 from whet.config.keys import lookup
 from whet.config.tree import path_of
 from whet.dialects import rules
@@ -26,8 +26,11 @@ LINES = lines("whet.dialects", "rules.tsv")
 )
 def test_each_line_names_what_there_is(line: dict[str, str]) -> None:
     system = line["system"]
-    assert line["function"] in {row.function for row in rows(system)}, "a row of the table has the function"
-    assert line["rule"] in ("read", "set", *rules.ERRORS)
+    instead = {each["text"] for each in LINES if each["rule"] == "instead" and each["system"] == system}
+    named = {row.function for row in rows(system)} | instead
+    assert line["function"] in named, "a row of the table has the function, or another one is replaced by it"
+    assert line["rule"] in ("read", "set", "instead", *rules.ERRORS)
+    assert line["rule"] != "instead" or is_function(system, line["text"])
     assert (line["text"] == "") == (line["rule"] == "read")
     assert (line["native"] != "") == (line["rule"] == "set")
     assert not line["native"] or lookup(path_of(line["native"], ())), "the native key is one"
@@ -69,13 +72,51 @@ def test_words_over_values(words: str, values: dict[str, object], holds: bool) -
         ('"1"', "1"),
         ("at_{c.d}", "at_7"),
         ('{"n": {c.d}, "list": [{e.f}]}', {"n": 7, "list": ["text"]}),
+        ("{e.f}.{c.d}", "text.7"),
+        ("{g.h:as sft dtype}", "bfloat16"),
     ],
 )
 def test_what_is_set(text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     line = {"rule": "set", "when": "", "native": "model.path", "text": text}
     monkeypatch.setattr(rules, "_rules", lambda system: {"x.y": [line]})
     ask = rules.function.__wrapped__("verl", "x.y")
-    assert ask({"a.b": {"x": [1]}, "c.d": 7, "e.f": "text"}) == {"model.path": value}
+    assert ask({"a.b": {"x": [1]}, "c.d": 7, "e.f": "text", "g.h": "bf16"}) == {"model.path": value}
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "said"),
+    [
+        ("fp8", ConfigError, 'g.h: got "fp8", expected one of fp32, float32, bf16, bfloat16, fp16'),
+        ("fp16", NotSupportedYet, "g.h=fp16 is coming, not built yet; today: fp32, float32, bf16, bfloat16"),
+    ],
+)
+def test_a_value_that_is_none_of_a_choice(
+    value: str, error: type[ConfigError], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"rule": "set", "when": "", "native": "model.dtype", "text": "{g.h:as sft dtype}"}
+    monkeypatch.setattr(rules, "_rules", lambda system: {"x.y": [line]})
+    with pytest.raises(error) as raised:
+        rules.function.__wrapped__("verl", "x.y")({"g.h": value})
+    assert (type(raised.value), str(raised.value)) == (error, said)
+
+
+def test_what_stands_before_a_line_that_does_not_hold_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """read ends the matter where it stands, and instead goes on with another function."""
+    names = ("rule", "when", "native", "text")
+    told = (
+        ("set", "", "model.path", "{a.b}"),
+        ("instead", "a.b is 2", "", "x.z"),
+        ("read", "a.b > 2", "", ""),
+        ("set", "", "model.dtype", "float32"),
+    )
+    other = {"rule": "set", "when": "", "native": "model.dtype", "text": "bfloat16"}
+    found = {"x.y": [dict(zip(names, line)) for line in told], "x.z": [other]}
+    monkeypatch.setattr(rules, "_rules", lambda system: found)
+    monkeypatch.setattr(rules, "function", rules.function.__wrapped__)
+    ask = rules.function("verl", "x.y")
+    assert ask({"a.b": 1}) == {"model.path": 1}
+    assert ask({"a.b": 2}) == {"model.path": 2, "model.dtype": "bfloat16"}
+    assert ask({"a.b": 3}) == {"model.path": 3, "model.dtype": "float32"}
 
 
 def test_the_first_rule_that_does_not_pass_ends_the_matter(monkeypatch: pytest.MonkeyPatch) -> None:

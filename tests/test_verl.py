@@ -203,14 +203,13 @@ def test_shuffled_passes() -> None:
 
 
 def test_devices() -> None:
-    assert "tensor_model_parallel_size=3" in refusal(
-        sizes.check_parallel, {R + "tensor_model_parallel_size": 3}
-    )
+    assert "tensor_model_parallel_size=3" in refusal(sizes.layout, {R + "tensor_model_parallel_size": 3})
     alone = {"trainer.n_gpus_per_node": 1}
-    assert sizes.check_parallel(values(alone)) == {}
+    assert sizes.layout(values(alone)) == {}
     sp = {A + "ulysses_sequence_parallel_size": 2}
-    assert "use_remove_padding" in refusal(sizes.check_parallel, sp)
-    assert sizes.check_parallel(values(sp | {"actor_rollout_ref.model.use_remove_padding": True})) == {}
+    assert "use_remove_padding" in refusal(sizes.layout, sp)
+    shared = sizes.layout(values(sp | {"actor_rollout_ref.model.use_remove_padding": True}))
+    assert shared["train.parallel.cp"] == 2
     megatron = {A + "strategy": "megatron", A + "megatron.tensor_model_parallel_size": 4}
     assert sizes.ranks(values(megatron), "actor_rollout_ref.actor") == 2
     assert "must be of the family" in refusal(roles.same_family, {"critic.strategy": "megatron"})

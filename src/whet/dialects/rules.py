@@ -6,14 +6,17 @@ it gives where that needs no computation.
     system    whose values
     function  `module.function` of the system's package, which the rule stands before; one that has only rules need not
               be there
-    rule      read: its keys count only when the condition holds, else they rest. refused: never together. coming: not
-              built yet. others: a file for models that are no language models. set: a native key has a value then
+    rule      read: the lines and the function behind it are asked only when the condition holds, else their keys rest.
+              refused: never together. coming: not built yet. others: a file for models that are no language models.
+              set: a native key has a value then. instead: another function, with its own rules, is asked in place of
+              what is behind the line
     when      the condition, in the words of `whet.config.conditions`: `trainer.resume_mode is from_path and ...`. Its
               names are keys of the file, functions of the package (`roles.has_critic`), or `since_0.8.0` for a file
               that is read as that release or a newer one. A value may be compared with another key's. Empty: always
     native    of set: the native key
-    text      of set: its value, {key} for that of a key, else JSON or a word. Of what is refused: what is said, in the
-              system's own words. Values may stand in both: {key}, {key!r}, or {key:shown} as YAML
+    text      of set: its value, {key} for that of a key, {key:as CHOICE} for what choices.tsv says of it, else JSON or
+              a word. Of what is refused: what is said, in the system's own words. Values may stand in both: {key},
+              {key!r}, or {key:shown} as YAML. Of instead: the other function
 
 A function's rules are asked in the order of their lines; the first that does not let it pass ends the matter. What is
 set, and what the function of the package gives, if there is one, are its native keys.
@@ -30,7 +33,9 @@ from typing import Any
 
 from whet.config.conditions import holds, parsed
 from whet.config.faults import shown
-from whet.dialects.row import NOTHING, AnotherModel, Native, NotSupportedYet, Values
+from whet.dialects.choices import choices
+from whet.dialects.row import AnotherModel, Native, NotSupportedYet, Values
+from whet.dialects.typed import choose
 from whet.dialects.versions import VERSIONS, since
 from whet.tables import lines
 from whet.types import ConfigError, Json
@@ -44,7 +49,7 @@ ERRORS: Mapping[str, type[ConfigError]] = {
     "coming": NotSupportedYet,
     "others": AnotherModel,
 }
-_VALUE = re.compile(r"\{([^{}:!]+)(!r|:shown)?\}")
+_VALUE = re.compile(r"\{([^{}:!]+)(!r|:shown)?(?::as ([^{}]+))?\}")
 _AS: Mapping[str, Callable[[Json], str]] = {"!r": repr, ":shown": shown}
 
 
@@ -60,9 +65,11 @@ def function(system: str, name: str) -> Function:
         for line in rules:
             holds = condition(system, line["when"])(values)
             if line["rule"] == "read" and not holds:
-                return NOTHING
+                return out
             if line["rule"] == "set" and holds:
                 out[line["native"]] = _given(system, line["text"], values)
+            elif line["rule"] == "instead" and holds:
+                return {**out, **function(system, line["text"])(values)}
             elif line["rule"] in ERRORS and holds:
                 raise ERRORS[line["rule"]](_filled(system, line["text"], values))
         return {**out, **found(values)} if found else out
@@ -128,8 +135,9 @@ def _filled(system: str, text: str, values: Values, write: Callable[[Json], str]
 def _given(system: str, text: str, values: Values) -> Json:
     """The value that a text stands for."""
     if found := _VALUE.fullmatch(text):
-        return _value(system, found[1], values)
-    if text[:1] in "{[":
+        value = _value(system, found[1], values)
+        return choose({found[1]: value}, found[1], choices(system, found[3])) if found[3] else value
+    if text.startswith(("[", '{"')):
         return json.loads(_filled(system, text, values, json.dumps))
     plain = _filled(system, text, values)
     try:

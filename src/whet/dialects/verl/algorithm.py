@@ -8,16 +8,8 @@ from whet.config.faults import shown
 from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
-from whet.dialects.verl import distillation, prime, self_play
-from whet.dialects.verl.roles import (
-    ACTOR,
-    CRITIC,
-    ROLLOUT,
-    has_implicit_model,
-    makes_pairs,
-    self_plays,
-    texts,
-)
+from whet.dialects.verl import distillation
+from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, texts
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -42,12 +34,6 @@ def advantage(v: Values) -> Native:
     """The estimator over the recipe that has it, or a function of the user's over that of grpo; verl's policy loss
     and aggregation are chosen apart."""
     key = "algorithm.adv_estimator"
-    if distillation.replaces_rewards(v):
-        return distillation.algorithm(v)
-    if self_plays(v):
-        return self_play.algorithm(v)
-    if has_implicit_model(v):
-        return prime.algorithm(v)
     estimator = str(v[key])
     if ":" in estimator:
         return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
@@ -90,27 +76,17 @@ def _parts(v: Values) -> dict[str, Json]:
 
 
 def dynamic_sampling(v: Values) -> Native:
-    """DAPO drops groups whose scores are all equal and asks for more; acc is the score without the length penalty.
-    verl's newer trainer (use_v1) reads no number of generations since 0.9.1."""
-    at = "algorithm.filter_groups"
-    by_score = v[f"{at}.metric"] in ("acc", "score")
+    """DAPO drops groups whose scores are all equal and asks for more. verl's newer trainer (use_v1) reads no number of
+    generations since 0.9.1."""
     newer = since(v, "verl", "0.9.1") and v.get("trainer.use_v1", True)
-    generations = 0 if newer else v[f"{at}.max_num_gen_batches"]
+    generations = 0 if newer else v["algorithm.filter_groups.max_num_gen_batches"]
     most = math.ceil(generations * (v["data.gen_batch_size"] or prompts(v)) / prompts(v))
-    penalised = v["reward_model.overlong_buffer.enable"]
-    return {
-        "algorithm.dynamic_sampling": True,
-        "algorithm.max_refills": most - 1 if most > 0 else UNBOUNDED,
-        **({"algorithm.groups.uniform.by": ["score"]} if by_score and penalised else {}),
-    }
+    return {"algorithm.max_refills": most - 1 if most > 0 else UNBOUNDED}
 
 
 # ---------------------------------------------------------------- policy losses
 
 LOSSES = choices("verl", "loss")
-
-CLIPPED = ("ppo", "gspo", "geo_mean", "clip_cov", "cispo")
-"""Losses that read clip_ratio and its sides."""
 
 BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
 """Losses that verl averages over sequences, whatever loss_agg_mode says; gspo until 0.9.0: after it, it honours
@@ -133,38 +109,22 @@ def loss_of(v: Values) -> str:
     return choose(v, f"{ACTOR}.policy_loss.loss_mode", LOSSES)
 
 
+def clip_low(v: Values) -> Json:
+    """How far the ratio may go below 1."""
+    return v[f"{ACTOR}.clip_ratio" if v[f"{ACTOR}.clip_ratio_low"] is None else f"{ACTOR}.clip_ratio_low"]
+
+
+def clip_high(v: Values) -> Json:
+    """How far it may go above."""
+    return v[f"{ACTOR}.clip_ratio" if v[f"{ACTOR}.clip_ratio_high"] is None else f"{ACTOR}.clip_ratio_high"]
+
+
 def loss(v: Values) -> Native:
-    """The policy loss with what it reads. PPO's dual clip is always on; GSPO's gradient is that of each token."""
+    """What the policy loss reads beside its clips."""
     name = loss_of(v)
-    out: dict[str, Json] = {"algorithm.loss": name}
-    if name in CLIPPED:
-        ratio, low, high = (v[f"{ACTOR}.clip_ratio{side}"] for side in ("", "_low", "_high"))
-        out["algorithm.loss.clip_low"] = ratio if low is None else low
-        out["algorithm.loss.clip_high"] = ratio if high is None else high
-    if name == "ppo":
-        out["algorithm.loss.dual_clip"] = v[f"{ACTOR}.clip_ratio_c"]
-    elif name == "dppo":
-        ratio, low, high = (v[f"{ACTOR}.clip_ratio{side}"] for side in ("", "_low", "_high"))
-        out |= {
-            "algorithm.loss.dppo_divergence": str(v[f"{ACTOR}.policy_loss.loss_mode"]).replace(
-                "dppo", "binary"
-            ),
-            "algorithm.loss.dppo_delta_low": ratio if low is None else low,
-            "algorithm.loss.dppo_delta_high": ratio if high is None else high,
-            "algorithm.loss.dppo_anchor": "old",
-            "algorithm.loss.dppo_max_ratio": v[f"{ACTOR}.clip_ratio_c"],
-        }
-    elif name == "gspo":
-        out["algorithm.loss.gspo_form"] = "token"
-    elif name == "reinforce_is":
-        out |= _own_weight(v)
-    elif name == "dro":
-        out |= _dro(v)
-    out |= {
-        f"algorithm.loss.{to}": v[f"{ACTOR}.{key}"]
-        for to, key in settings("verl", "loss setting", name).items()
-    }
-    return out
+    own = settings("verl", "loss setting", name)
+    told = {f"algorithm.loss.{native}": v[f"{ACTOR}.{key}"] for native, key in own.items()}
+    return _own_weight(v) if name == "reinforce_is" else told
 
 
 def _own_weight(v: Values) -> dict[str, Json]:
@@ -184,13 +144,6 @@ def _own_weight(v: Values) -> dict[str, Json]:
     if weight[f"{native}.normalize"]:
         out["algorithm.loss.weight_normalize"] = True
     return out
-
-
-def _dro(v: Values) -> dict[str, Json]:
-    beta = v[f"{ACTOR}.policy_loss.dro_beta"]
-    if beta is None:
-        raise ConfigError(f"{ACTOR}.policy_loss.dro_beta must be given for loss_mode=dro: a number above 0")
-    return {"algorithm.loss.dro_beta": beta}
 
 
 NORM = "seq-mean-token-sum-norm"
@@ -237,37 +190,6 @@ def value_reduction(v: Values) -> Native:
 
 
 # ---------------------------------------------------------------- KL
-
-KL = choices("verl", "kl")
-IN_LOSS: dict[str, str | None] = {**KL, **{f"{name}+": f"{to}+" for name, to in KL.items()}, "full": "full"}
-IN_REWARD: dict[str, str | None] = {**KL, "full": None}
-
-
-def kl(v: Values) -> Native:
-    """In the loss, in the reward, or in both, each with its own estimator and weight."""
-    out: dict[str, Json] = {}
-    if distillation.replaces_rewards(v) or makes_pairs(v):
-        return NOTHING
-    if v[f"{ACTOR}.use_kl_loss"]:
-        out["algorithm.kl.coef"] = v[f"{ACTOR}.kl_loss_coef"]
-        out["algorithm.kl.estimator"] = choose(v, f"{ACTOR}.kl_loss_type", IN_LOSS)
-    in_reward = v["algorithm.use_kl_in_reward"] and not has_implicit_model(
-        v
-    )  # PRIME's trainer subtracts none
-    return out | _kl_in_reward(v) if in_reward else out
-
-
-def _kl_in_reward(v: Values) -> dict[str, Json]:
-    at, native = "algorithm.kl_ctrl", "algorithm.reward_kl"
-    out: dict[str, Json] = {
-        f"{native}.coef": v[f"{at}.kl_coef"],
-        f"{native}.estimator": choose(v, "algorithm.kl_penalty", IN_REWARD),
-    }
-    if v[f"{at}.type"] == "fixed":
-        return out
-    if v[f"{at}.horizon"] < 1:
-        raise ConfigError(f"{at}.horizon: got {v[f'{at}.horizon']}, expected a whole number >= 1")
-    return out | {f"{native}.target": v[f"{at}.target_kl"], f"{native}.horizon": v[f"{at}.horizon"]}
 
 
 def renewal(v: Values) -> Native:

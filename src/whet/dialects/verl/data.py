@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from whet.config.faults import shown
 from whet.config.urls import is_remote
 from whet.dialects.choices import choices
 from whet.dialects.mtp import drafting
@@ -12,14 +11,11 @@ from whet.dialects.typed import choose
 from whet.dialects.values import nested
 from whet.dialects.verl.loop import schedule
 from whet.dialects.verl.roles import (
-    MODEL,
     MTP,
     ROLLOUT,
     SERVERS,
-    anywhere,
     code,
     has_reward_model,
-    has_reward_server,
     samples,
     server_options,
     texts,
@@ -109,22 +105,13 @@ def validation(v: Values) -> Native:
     return out | {"eval.samples": v[f"{at}.n"]} | chosen
 
 
-def replies(v: Values) -> Native:
-    """Replies in a file (main_eval), judged without a model by `whet eval FILE`; the answer stands in a dict."""
-    return {
-        "eval.offline": True,
-        "data.eval.0.path": anywhere(v, "data.path"),
-        "data.eval.0.answer": f"{v['data.reward_model_key']}.ground_truth",
-    }
-
-
 # ---------------------------------------------------------------- rewards
 
 
 def judge(v: Values) -> Native:
     """A function of yours, or verl's table by data source."""
     if v["custom_reward_function.path"] is None:
-        arguments = _gsm8k(v) | ({"elsewhere": CODE} if runs_code(v) else {})
+        arguments = _gsm8k(v) | ({"elsewhere": program_sources(v)} if runs_code(v) else {})
         given = {"rewards.score.arguments": arguments} if arguments else {}
         return {"rewards.score.function": "whet.rewards.verl:compute_score", **given}
     at = "custom_reward_function"
@@ -139,32 +126,15 @@ def _gsm8k(v: Values) -> dict[str, Json]:
     return {"gsm8k_found": found, "gsm8k_characters": None}
 
 
-CODE = ["codecontests", "apps", "codeforces", "taco"]
-"""Data sources whose replies are programs."""
+def program_sources(v: Values) -> list[str]:
+    """Data sources whose replies are programs."""
+    return ["codecontests", "apps", "codeforces", "taco"]
 
 
 def runs_code(v: Values) -> bool:
     """Whether a service runs programs; a function of yours and a reward model leave it out."""
     given = v.get("reward_model.sandbox_fusion.url") and v["custom_reward_function.path"] is None
     return bool(given) and not has_reward_model(v)
-
-
-def sandbox(v: Values) -> Native:
-    """Programs are judged by the service; verl looks at their first ten tests."""
-    at = "reward_model.sandbox_fusion"
-    arguments = {
-        "url": v[f"{at}.url"],
-        "max_concurrent": v[f"{at}.max_concurrent"],
-        "memory_limit_mb": v[f"{at}.memory_limit_mb"],
-        "most_tests": 10,
-        "sources": CODE,
-    }
-    return {
-        "rewards.code.function": "sandbox_fusion",
-        "rewards.code.arguments": arguments,
-        "reward_workers.count": 4,
-        "reward_workers.timeout_s": 300.0,
-    }
 
 
 MANAGERS = choices("verl", "reward manager")
@@ -187,32 +157,6 @@ def rewards(v: Values) -> Native:
     if v[manager] is not None and choose(v, manager, MANAGERS) == "prime":
         out |= {"reward_workers.count": 4, "reward_workers.timeout_s": 300.0}
     return out
-
-
-def reward_model(v: Values) -> Native:
-    """Its score alone, weight 1. A server reads the conversation in its own template, as long as its positions reach.
-    verl's older workers are given the policy's tokens without an input_tokenizer; else the conversation in its own
-    template, cut at the right as there."""
-    at, native = "reward_model", "rewards.rm.model"
-    out: Native = {f"{native}.path": anywhere(v, f"{at}.model.path")}
-    if has_reward_server(v):
-        longest = v[f"{at}.rollout.max_model_len"] if since(v, "verl", "0.7.1") else None
-        wide = v[f"{at}.rollout.dtype"] == "float32"
-        return {
-            **out,
-            **({} if longest is None else {f"{native}.max_tokens": longest}),
-            **({f"{native}.dtype": "float32"} if wide else {}),
-        }
-    limit, decoder = v[f"{at}.max_length"], v[f"{at}.model.input_tokenizer"]
-    if decoder is None:
-        return {**out, f"{native}.input": "tokens"}
-    if decoder not in (v[f"{MODEL}.path"], v["data.tokenizer"]):
-        raise ConfigError(
-            f"{at}.model.input_tokenizer={shown(decoder)}: it decodes the policy's tokens, so it is the policy's own: "
-            f"{v[f'{MODEL}.path']}, or null where both models share tokens and template"
-        )
-    most = limit or v["data.max_prompt_length"] + v["data.max_response_length"]
-    return {**out, f"{native}.max_tokens": most, f"{native}.overlong": "truncate_right"}
 
 
 # ---------------------------------------------------------------- rollouts

@@ -157,14 +157,6 @@ def _check_critic(v: Values, saved: list[str], loaded: list[str]) -> None:
         )
 
 
-def resume(v: Values) -> Native:
-    """auto goes on where the directory stands, disable moves what is there aside, resume_path names a checkpoint."""
-    mode = v["trainer.resume_mode"]
-    if mode != "resume_path":
-        return {"checkpoint.resume": "fresh" if mode == "disable" else mode}
-    return {"checkpoint.resume": anywhere(v, "trainer.resume_from_path")}
-
-
 TRACKERS = choices("verl", "tracker")
 
 

@@ -326,12 +326,6 @@ def policy(v: Values) -> Native:
 def routers(v: Values) -> Native:
     """Terms of the loss for Megatron's routers."""
     at = f"{MEGATRON}.override_transformer_config"
-    kind, coef = f"{at}.moe_router_load_balancing_type", f"{at}.moe_aux_loss_coeff"
-    if v[coef] and v[kind] is None and not v.get(f"{MEGATRON}.use_mbridge"):
-        raise NotSupportedYet(
-            f"{coef}={shown(v[coef])}: without use_mbridge the model decides how it is balanced (seq_aux_loss of "
-            "DeepSeek-V3, which is coming, not built yet; none of others); write moe_router_load_balancing_type"
-        )
     return router_terms(v, at)
 
 

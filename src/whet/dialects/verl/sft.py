@@ -55,9 +55,9 @@ def mtp(v: Values) -> Native:
 
 
 def recipe(v: Values) -> Native:
-    """Supervised fine-tuning from a folder; prompts go through the chat template as the words of a user."""
+    """The folder of the model."""
     key = "model.path" if over_engines(v) else "model.partial_pretrain"
-    return {"algorithm.name": "sft", "model.path": anywhere(v, key), "data.chat": True}
+    return {"model.path": anywhere(v, key)}
 
 
 def has_turns(v: Values) -> bool:
@@ -240,20 +240,9 @@ def checkpoints(v: Values) -> Native:
     }
     if "model" not in saved:
         out = {**exports_only(every), "checkpoint.keep": v["trainer.max_ckpt_to_keep"]}
-    mode, path = v["trainer.resume_mode"], v["trainer.resume_from_path"]
-    if mode == "disable":
-        return out | {"checkpoint.resume": "fresh"}
-    return out | ({"checkpoint.resume": anywhere(v, "trainer.resume_from_path")} if path else {})
+    return out
 
 
 def validation(v: Values) -> Native:
-    """The loss on held-out demonstrations, every test_freq steps and after the last; 0 and less: none."""
-    every = v["trainer.test_freq"]
-    return {
-        **rows(v, "val", "data.eval.0"),
-        **_columns(v, "data.eval.0"),
-        "data.exclude_eval": False,
-        "eval.interval": "1 epoch" if every == "after_each_epoch" else every,
-        "eval.at_start": False,
-        "eval.at_end": True,
-    }
+    """The held-out demonstrations."""
+    return {**rows(v, "val", "data.eval.0"), **_columns(v, "data.eval.0")}

@@ -13,13 +13,12 @@ from pathlib import PurePath
 
 from whet.dialects.layout import PARALLEL, FileLayout, groups, resharded
 from whet.dialects.mtp import learns
-from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.verl.roles import (
     ACTOR,
     CRITIC,
     ENGINES,
     FSDP,
-    MODEL,
     MTP,
     REF,
     ROLLOUT,
@@ -69,26 +68,9 @@ def ranks(v: Values, role: str) -> int:
     return W // shared
 
 
-def check_parallel(v: Values) -> Native:
-    """Devices must divide as verl asserts."""
-    sides = [(ACTOR, MODEL), (REF, MODEL), *([(CRITIC, "critic.model")] if has_critic(v) else [])]
-    for role, model in sides if engine_of(v) == "fsdp" else ():
-        key, packed = f"{role}.ulysses_sequence_parallel_size", f"{model}.use_remove_padding"
-        if v[key] > 1 and not v[packed]:
-            raise ConfigError(f"{key}={v[key]}: sequence parallelism needs {packed}=True")
-    W, tp = world(v), v[f"{ROLLOUT}.tensor_model_parallel_size"]
-    if v["actor_rollout_ref.hybrid_engine"] and W > 1 and W % tp:
-        raise ConfigError(
-            f"trainer.nnodes * trainer.n_gpus_per_node = {W} must be divisible by "
-            f"{ROLLOUT}.tensor_model_parallel_size={tp}"
-        )
-    return NOTHING
-
-
 def layout(v: Values) -> Native:
     """The actor's layout serves all models. Its W devices hold W / tp engines, which take turns with training, or
     engines have devices of their own."""
-    check_parallel(v)
     dp, at = ranks(v, ACTOR), section(v, ACTOR)
     sizes = {dim: v[key] for dim, key in parallel_keys(v, ACTOR).items()}
     copies, shards = copies_and_shards(v, ENGINES[engine_of(v)], at, dp=dp, each=world(v) // dp)
@@ -134,11 +116,7 @@ def engine_devices(v: Values) -> int:
 
 def sharding(v: Values) -> Native:
     """How FSDP gathers what it has cut. Without forward_prefetch nothing is gathered ahead."""
-    return {
-        f"{PARALLEL}.wrap_min_num_params": v[f"{FSDP}.wrap_policy.min_num_params"],
-        f"{PARALLEL}.reshard_after_forward": resharded(v, f"{FSDP}.reshard_after_forward"),
-        f"{PARALLEL}.prefetch": int(v[f"{FSDP}.forward_prefetch"]),
-    }
+    return {f"{PARALLEL}.reshard_after_forward": resharded(v, f"{FSDP}.reshard_after_forward")}
 
 
 # ---------------------------------------------------------------- batches
