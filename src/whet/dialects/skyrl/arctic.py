@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from whet.dialects.row import Native, Values
+from whet.dialects.row import Values
 
 AT = "trainer.arctic_rl"
 
@@ -22,11 +22,6 @@ def trains(v: Values) -> bool:
 
 HORIZON = 1000
 """Steps that the server's schedule is told: SkyRL's trainer has no number of steps, and this stands in for it."""
-
-
-def optimizer(v: Values) -> Native:
-    """AdamW's betas are the integration's own, and so is the warm-up; all else of the optimizer is SkyRL's."""
-    return {"train.optimizer.betas": v[f"{AT}.optimizer_betas"]}
 
 
 def warmup_steps(v: Values) -> int:

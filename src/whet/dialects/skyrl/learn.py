@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from whet.config.faults import shown
 from whet.dialects.choices import choices, settings
-from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.skyrl.devices import (
     A,
     compares,
@@ -23,58 +23,15 @@ ESTIMATORS = choices("skyrl", "estimator")
 """Recipes. All but grpo and gae are of newer versions; no_op is registered by SkyRL's example of distillation."""
 
 
-def advantages(v: Values) -> Native:
-    """The recipe of an estimator, and the settings that this estimator reads. A function of yours stands in the recipe
-    of grpo, whose loss and averages have keys of their own."""
-    name = v[f"{A}.advantage_estimator"]
-    out: dict[str, Json] = {"algorithm.name": ESTIMATORS.get(name, "grpo")}
-    if name not in ESTIMATORS:
-        out["algorithm.advantage"] = name
-    if name == "grpo" and not v[f"{A}.grpo_norm_by_std"]:
-        out["algorithm.advantage.normalize_std"] = False
-    if name in ("gae", "reinforce++"):
-        out["algorithm.advantage.gamma"] = v[f"{A}.gamma"]
-    if name == "gae":
-        out["algorithm.advantage.lam"] = v[f"{A}.lambd"]
-    if name == "reinforce++" and v["generator.max_turns"] > 1:
-        out["algorithm.advantage.reset_at_turns"] = True
-    if v[f"{A}.advantage_batch_normalize"]:
-        out |= {"algorithm.whiten": "population"}
-        if name == "reinforce++":  # which is whitened by itself; twice is once, and the second time counts
-            out["algorithm.name"] = "reinforce"
-    return out
+def is_known(v: Values) -> bool:
+    """Whether the estimator is one of SkyRL's, and none of yours."""
+    return v[f"{A}.advantage_estimator"] in ESTIMATORS
 
 
-def groups(v: Values) -> Native:
-    """What becomes of replies that were cut, and of groups without a difference."""
-    out: dict[str, Json] = {}
-    zero = v["generator.zero_reward_on_non_stop"]
-    if v["generator.apply_overlong_filtering"]:
-        out["algorithm.groups.truncated"] = "mask"
-    elif zero:
-        out["algorithm.groups.truncated"] = "zero"
-    if fills_up(v):
-        out["algorithm.dynamic_sampling"] = True
-    return out | dict(_dynamic_sampling(v))
-
-
-def _dynamic_sampling(v: Values) -> Native:
-    """filter: uniform groups are dropped and more are asked for, so many batches in all; -1 is without end.
-    replace: copies of the others stand for them."""
-    at = f"{A}.dynamic_sampling"
-    kind, most, share = (v[f"{at}.{name}"] for name in ("type", "max_sample_batches", "min_replace_ratio"))
-    if kind is None:
-        return NOTHING
-    if most == 0:
-        raise ConfigError(f"{at}.max_sample_batches must not be 0: -1 samples on, N at most N batches")
-    if kind == "replace":
-        if share > 0:
-            raise NotSupportedYet(
-                f"{at}.min_replace_ratio={share}: sampling a whole batch again where too few groups differ is "
-                "coming, not built yet; today: 0, which makes copies of those there are"
-            )
-        return {"algorithm.dynamic_sampling": True, "algorithm.refill": "copy"}
-    return {"algorithm.dynamic_sampling": True, "algorithm.max_refills": most - 1 if most > 0 else 10**6}
+def refills(v: Values) -> int:
+    """How often more groups are asked for: so many batches in all; -1 is without end."""
+    most = int(v[f"{A}.dynamic_sampling.max_sample_batches"])
+    return most - 1 if most > 0 else 10**6
 
 
 def fills_up(v: Values) -> bool:
@@ -111,12 +68,8 @@ def estimator(v: Values) -> str:
 
 
 def reference(v: Values) -> Native:
-    """Where the reference starts, and whether it becomes the policy at the end of every epoch."""
-    path = v["trainer.ref.model.path"]
-    out: dict[str, Json] = (
-        {} if path is None else {"reference.path": path, **own_overrides(v, "ref", "reference")}
-    )
-    return out | ({"reference.reset_interval": "1 epoch"} if v["trainer.update_ref_every_epoch"] else {})
+    """What is put over its config.json."""
+    return own_overrides(v, "ref", "reference")
 
 
 # ---------------------------------------------------------------- policy loss
@@ -135,12 +88,6 @@ def policy_loss(v: Values) -> Native:
     for width in ("algorithm.loss.clip_low", "algorithm.loss.clip_high"):
         if out.get(width) == 0:
             out[width] = SMALLEST
-    if kind == "gspo":
-        out["algorithm.loss.gspo_form"] = "token"
-    if kind == "dppo":
-        out["algorithm.loss.dppo_max_ratio"] = 1e9  # SkyRL has no cap
-    if kind == "cispo" and v[f"{A}.cispo.cispo_anchor"] == "rollout":
-        out["algorithm.old_logprobs"] = "sampled"
     return out
 
 

@@ -11,9 +11,6 @@ from whet.dialects.skyrl.devices import POLICY, A, is_deepspeed, is_megatron, si
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json
 
-DECAY = 0.99
-"""How fast the statistics of normalize_reward fade; SkyRL's document names no rate."""
-
 # ---------------------------------------------------------------- optimizers
 
 POLYNOMIAL_END = 1e-7
@@ -41,55 +38,14 @@ def policy_optimizer(v: Values) -> Native:
 
 
 def critic(v: Values) -> Native:
-    """The whole critic, where one learns (gae)."""
-    normalizes = v[f"{A}.normalize_reward"] and not since(v, "train-0.1")
-    out = {
-        "critic.path": v["trainer.critic.model.path"],
-        "critic.head": v[f"{A}.value_head_prefix"],
-        "critic.value_clip": v[f"{A}.value_clip"],
-        "critic.loss_agg_mode": "seq-mean-token-mean",
-        "critic.normalize_decay": DECAY if normalizes else None,
-        **_optimizer(v, "critic", "critic.optimizer"),
-    }
-    return out | dict(own_overrides(v, "critic", "critic"))
+    """The optimizer and the overrides of the critic, where one learns (gae)."""
+    return {**_optimizer(v, "critic", "critic.optimizer"), **own_overrides(v, "critic", "critic")}
 
 
 def own_overrides(v: Values, role: str, native: str) -> Native:
     """What is put over a model's config.json beside the policy's; natively it is the policy's by default."""
     own = v[f"trainer.{role}.model_config_kwargs"]
     return {f"{native}.overrides": own} if own or (own is not None and policy_overrides(v)) else {}
-
-
-GRIDS = {(7.5, -8.0): "int4_rtn", (7.0, -7.0): "int4_kimi"}
-"""By scale_divisor and q_min."""
-
-
-def policy_weights(v: Values) -> Native:
-    """The folder of the policy. With fake_int4_qat it is that of the weights before they were quantised, and those of
-    experts, which are frozen beside adapters, are rounded as the served checkpoint's."""
-    at, path = f"{POLICY}.model.fake_int4_qat", v[f"{POLICY}.model.path"]
-    base = v.get(f"{at}.bf16_base_path")
-    if not v.get(f"{at}.enabled"):
-        if base:
-            raise NotSupportedYet(
-                f"{at}.bf16_base_path={base} without enabled: an engine with weights in 4 bits beside a trainer of "
-                "others is coming, not built yet"
-            )
-        return {"model.path": path}
-    if not is_megatron(v):
-        raise ConfigError(f"{at}.enabled=true needs trainer.strategy=megatron")
-    if not v[f"{POLICY}.model.lora.rank"]:
-        raise ConfigError(
-            f"{at}.enabled=true needs {POLICY}.model.lora.rank above 0: it rounds frozen weights"
-        )
-    size, divisor, lowest = (v[f"{at}.{name}"] for name in ("group_size", "scale_divisor", "q_min"))
-    grid = GRIDS.get((divisor, lowest))
-    if grid is None or size != 32:
-        raise NotSupportedYet(
-            f"{at}.group_size={size}, {at}.scale_divisor={divisor}, {at}.q_min={lowest}: other grids are coming, not "
-            "built yet; today: groups of 32, with 7.5 and -8, or with 7 and -7"
-        )
-    return {"model.path": base or path, "model.expert_grid": grid}
 
 
 def policy_overrides(v: Values) -> Native:
@@ -166,25 +122,6 @@ def routers(v: Values) -> Native:
 
 
 # ---------------------------------------------------------------- adapters
-
-
-def mtp(v: Values) -> Native:
-    """Layers of multi-token prediction learn the policy's own distribution at every token, and nothing else learns from
-    it, as SkyRL 0.3 with Megatron-LM. A weight of 0 leaves them as they are."""
-    layers, top = (v[f"{POLICY}.megatron_config.{name}"] for name in ("mtp_num_layers", "mtp_loss_topk"))
-    if layers == 0:
-        raise ConfigError(
-            f"trainer.mtp.enabled=true but {POLICY}.megatron_config.mtp_num_layers=0, which switches the layers off: "
-            "remove one of the two"
-        )
-    sizes = [f"{POLICY}.megatron_config.{kind}_parallel_size" for kind in ("context", "pipeline_model")]
-    if wide := [key for key in sizes if v[key] > 1]:
-        raise ConfigError(f"{wide[0]}={v[wide[0]]}: trainer.mtp.enabled=true does not support it")
-    if not v["trainer.mtp.loss_weight"]:
-        return NOTHING
-    out: dict[str, Json] = {"model.mtp.name": "distill", "model.mtp.coef": v["trainer.mtp.loss_weight"]}
-    more = {"model.mtp.layers": layers, "model.mtp.top_k": top}
-    return out | {key: value for key, value in more.items() if value is not None}
 
 
 def policy_lora(v: Values) -> Native:

@@ -35,11 +35,6 @@ def is_trial(v: Values) -> bool:
     return v.get("trainer.num_dummy_steps") is not None
 
 
-def trial(v: Values) -> Native:
-    """Its number of steps."""
-    return {"train.steps": v["trainer.num_dummy_steps"]} if is_trial(v) else NOTHING
-
-
 def training_data(v: Values) -> Native:
     """All files one after the other, as one source: every row counts the same."""
     if is_trial(v):
@@ -50,22 +45,13 @@ def training_data(v: Values) -> Native:
 
 def evaluation(v: Values) -> Native:
     """Each file is a source of its own; nothing at all where eval_interval or val_data switch it off."""
-    files, shown_samples = _files(v, "data.val_data"), v["trainer.num_logger_eval_samples"]
+    files = _files(v, "data.val_data")
     stems = [PurePath(f).stem for f in files]
     out: dict[str, Json] = {}
     for n, (file, stem) in enumerate(zip(files, stems)):
         name, at = stem if stems.count(stem) == 1 else file, f"data.eval.{n}"
         out |= {f"{at}.name": name, f"{at}.path": file, **_columns(v, at)}
-    return out | {
-        "data.exclude_eval": False,
-        "eval.interval": v["trainer.eval_interval"],
-        "eval.at_start": v["trainer.eval_before_train"],
-        "eval.at_end": True,
-        "eval.samples": v["generator.eval_n_samples_per_prompt"],
-        **({"eval.log_samples": shown_samples} if shown_samples > 0 else {}),
-        **_sampling(v, EVAL, "eval.sampling"),
-        **_unset(v),
-    }
+    return out | {**_sampling(v, EVAL, "eval.sampling"), **_unset(v)}
 
 
 EVAL, TRAIN = "generator.eval_sampling_params", "generator.sampling_params"
@@ -353,34 +339,12 @@ def _address(url: str) -> str:
 BUILT_IN_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
 
 
-def chat_template(v: Values) -> Native:
-    """A template from a file. Those that SkyRL has by name are Qwen3's own and say whether what was thought in earlier
-    turns stays (`_history`)."""
-    at = "generator.chat_template"
-    name, kwargs = v[f"{at}.name_or_path"], v["generator.chat_template_kwargs"]
-    out: dict[str, Json] = {"tokenizer.chat_template_kwargs": kwargs} if kwargs else {}
-    if name is None:
-        return out
-    if v[f"{at}.source"] == "file":
-        return out | {"tokenizer.chat_template": name}
-    if name in BUILT_IN_TEMPLATES:
-        return out
-    raise ConfigError(
-        f"{at}.name_or_path={shown(name)}: expected one of {', '.join(BUILT_IN_TEMPLATES)}, or a path with "
-        f"{at}.source=file"
-    )
-
-
 # ---------------------------------------------------------------- checkpoints and tracking
 
 
-def export(v: Values) -> Native:
-    """Every so many steps and at the end, below export_path/project/run; 0 and below: never."""
-    every = v["trainer.hf_save_interval"]
-    if every <= 0 or is_trial(v):
-        return {"checkpoint.export": False}
-    own = _exports(v) / v["trainer.project_name"] / v["trainer.run_name"]
-    return {"checkpoint.export": True, "checkpoint.export_interval": every, "dirs.export": str(own)}
+def exports(v: Values) -> str:
+    """The folder of a run's exports."""
+    return str(_exports(v) / v["trainer.project_name"] / v["trainer.run_name"])
 
 
 def _exports(v: Values) -> PurePath:

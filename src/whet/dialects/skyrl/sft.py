@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.config.sections.data import RANDOM_TOKENS
-from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.rules import function
 from whet.dialects.skyrl import devices
 from whet.dialects.splits import rows_of_split
@@ -102,7 +102,6 @@ def training_data(v: Values) -> Native:
     return out | {
         **_order(v, len(paths)),
         "data.learn_turns": turns,
-        "algorithm.name": "sft",
     }
 
 
@@ -129,32 +128,22 @@ def _order(v: Values, datasets: int) -> Native:
 
 def _made_up(v: Values) -> Native:
     """Rows of max_length random tokens, of which all but the first are trained."""
-    if not v["max_length"]:
-        raise ConfigError("dummy_run_full_ctx=true needs max_length, the tokens of its rows")
     made = {"rows": v["batch_size"], "response": v["max_length"]}
     at = "data.train.0"
-    source = {f"{at}.function": RANDOM_TOKENS, f"{at}.arguments": made, f"{at}.prompt": None}
-    return source | {"algorithm.name": "sft"}
+    return {f"{at}.function": RANDOM_TOKENS, f"{at}.arguments": made, f"{at}.prompt": None}
+
+
+def evaluates(v: Values) -> bool:
+    """Whether a dataset to evaluate on is given."""
+    return bool(_named(v, "eval_dataset", "eval_dataset")[0])
 
 
 def evaluation(v: Values) -> Native:
-    """The loss on other datasets, every so many steps and after the last."""
-    if v["dummy_run_full_ctx"]:
-        return NOTHING
+    """The other datasets."""
     (paths, splits), names = _named(v, "eval_dataset", "eval_dataset"), v["eval_dataset_names"]
-    if not paths:
-        if v["eval_interval"] > 0 or v["eval_before_train"]:
-            raise ConfigError("eval_interval and eval_before_train need eval_datasets")
-        return NOTHING
     out = _sources(v, "data.eval", "eval_dataset", paths, splits or ["validation"])
     names = names or [path.replace("/", "_") for path in paths]
-    out |= {f"data.eval.{n}.name": name for n, name in enumerate(names)}
-    return out | {
-        "data.exclude_eval": False,
-        "eval.interval": v["eval_interval"],
-        "eval.at_start": v["eval_before_train"],
-        "eval.at_end": True,
-    }
+    return out | {f"data.eval.{n}.name": name for n, name in enumerate(names)}
 
 
 def _named(v: Values, newer: str, older: str) -> tuple[Json, Json]:
@@ -193,9 +182,7 @@ NO_LIMIT = 131072
 
 
 def steps(v: Values) -> Native:
-    """num_steps, or so many epochs; max_training_steps ends both. A trial has its own number."""
-    if v["dummy_run_full_ctx"]:
-        return {"train.steps": v["dummy_run_max_steps"]}
+    """num_steps, or so many epochs; max_training_steps ends both."""
     most = [n for n in (v["num_steps"], v["max_training_steps"]) if n is not None]
     epochs = {"train.epochs": v["num_epochs"]} if v["num_steps"] is None else {}
     return epochs | ({"train.steps": min(most)} if most else {})
@@ -206,29 +193,6 @@ def lengths(v: Values) -> Native:
     most = v["max_length"] or NO_LIMIT
     keys = ("data.max_total_tokens", "data.max_prompt_tokens", "rollout.sampling.max_tokens")
     return {**dict.fromkeys(keys, most), "data.overlong": "truncate_right" if v["max_length"] else "error"}
-
-
-# ---------------------------------------------------------------- records
-
-
-def checkpoints(v: Values) -> Native:
-    """In ckpt_path, none without; exports beside them or in export_path. A trial has none."""
-    if v["dummy_run_full_ctx"]:
-        place = {"run_dir": v["ckpt_path"]} if v["ckpt_path"] else {}
-        return {"checkpoint.interval": 0, "checkpoint.export": False, "checkpoint.resume": "fresh", **place}
-    keep, path, every = v["max_ckpts_to_keep"], v["ckpt_path"], v["hf_save_interval"]
-    out: dict[str, Json] = {
-        "checkpoint.interval": max(v["ckpt_interval"], 0) if path else 0,
-        "checkpoint.keep": keep if keep > 0 else None,
-        "checkpoint.async_save": is_megatron(v) and v["megatron_config.async_dist_ckpt_save"],
-        "checkpoint.resume": {"": "fresh", "latest": "auto"}.get(v["resume_from"], v["resume_from"]),
-        "checkpoint.export": every > 0,
-    }
-    out |= {"run_dir": path} if path else {}
-    if every > 0:
-        out["checkpoint.export_interval"] = every
-        out |= {"dirs.export": v["export_path"]} if v["export_path"] else {}
-    return out
 
 
 def dtype(v: Values) -> Native:
