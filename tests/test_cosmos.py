@@ -16,8 +16,8 @@ from whet.data.rows import read_rows
 from whet.dialects import versions
 from whet.dialects.cosmos.data import REWARDS, data
 from whet.dialects.cosmos.model import offload
-from whet.dialects.cosmos.run import lengths, place, resume, seed, trackers
-from whet.dialects.cosmos.steps import batch, length, optimizer, schedule, steps_together
+from whet.dialects.cosmos.run import place, resume, seed, trackers
+from whet.dialects.cosmos.steps import schedule, steps_together
 from whet.dialects.cosmos.values import texts, weights
 from whet.dialects.kinds import understood
 from whet.dialects.row import NotSupportedYet
@@ -39,6 +39,10 @@ checkpoint = function("cosmos", "run.checkpoint")
 sampling = function("cosmos", "run.sampling")
 sync = function("cosmos", "run.sync")
 uploads = function("cosmos", "run.uploads")
+lengths = function("cosmos", "run.lengths")
+batch = function("cosmos", "steps.batch")
+length = function("cosmos", "steps.run_length")
+optimizer = function("cosmos", "steps.optimizer")
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "tests/dialects"
@@ -249,8 +253,9 @@ def test_a_run_of_unknown_length_keeps_its_fractions() -> None:
 
 
 def test_length_and_optimizer() -> None:
-    assert length(values(t_epoch=3)) == {"train.epochs": 3}
-    assert length(values(t_epoch=3, t_max_num_steps=7)) == {"train.epochs": 3, "train.steps": 7}
+    whole = {"train.epochs": 3, "train.drop_last": "end"}
+    assert length(values(t_epoch=3)) == whole
+    assert length(values(t_epoch=3, t_max_num_steps=7)) == whole | {"train.steps": 7}
     at = "train.optimizer."
     assert optimizer(values(t_optm_lr=[2e-6], t_optm_grad_norm_clip=0.0)) == {
         at + "name": "adamw", at + "state_dtype": "float32", at + "implementation": "fused", at + "lr": 2e-6,

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from whet.dialects.cosmos.algorithm import ALL, algorithm
+from whet.dialects.cosmos.algorithm import ALL
 from whet.dialects.row import AnotherModel, NotSupportedYet
 from whet.dialects.rules import function
 from whet.dialects.tables import dialect
 from whet.dialects.translate import translate
 from whet.types import ConfigError
 
+algorithm = function("cosmos", "algorithm.algorithm")
 aggregation = function("cosmos", "algorithm.aggregation")
 terms = function("cosmos", "algorithm.terms")
 trainer = function("cosmos", "algorithm.trainer")

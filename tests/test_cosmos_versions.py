@@ -12,7 +12,7 @@ from whet.config.schedules import factor
 from whet.config.schema import ScheduleConfig
 from whet.dialects import versions
 from whet.dialects.cosmos.run import seed
-from whet.dialects.cosmos.steps import batch, optimizer, run_length, schedule
+from whet.dialects.cosmos.steps import schedule
 from whet.dialects.recognise import recognise
 from whet.dialects.report import summary
 from whet.dialects.rules import function
@@ -22,6 +22,9 @@ from whet.dialects.values import nested
 
 checkpoint = function("cosmos", "run.checkpoint")
 sync = function("cosmos", "run.sync")
+batch = function("cosmos", "steps.batch")
+optimizer = function("cosmos", "steps.optimizer")
+run_length = function("cosmos", "steps.run_length")
 
 POLICY, SCHEDULE = "train.train_policy.", "train.optimizer.schedule."
 

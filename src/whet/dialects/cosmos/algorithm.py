@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whet.dialects.cosmos.data import short
 from whet.dialects.cosmos.steps import steps_together
-from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, weights
+from whet.dialects.cosmos.values import POLICY, at_revision, weights
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.types import Json
@@ -16,20 +16,8 @@ OPEN_LOW, OPEN_HIGH = 1.0, 1e9
 """Widths of a clip that leave the ratio's lower and upper side open."""
 
 
-def algorithm(values: Values) -> dict[str, Json]:
-    """The recipe: grpo, gspo, dapo (which drops equal groups), sft, or gkd with a teacher's likely tokens."""
-    if is_sft(values):
-        return {"algorithm.name": "sft"}
-    if judges_likely(values):
-        return {"algorithm.name": "gkd"}
-    variant = values[POLICY + "variant"]
-    return {"algorithm.name": variant} | (_dropping(values) if variant == "dapo" else {})
-
-
 def backend(values: Values) -> dict[str, Json]:
     """What a server of its own would be told."""
-    if is_sft(values):
-        return {}
     at = "rollout.parallelism"
     return placed(
         "vllm",
@@ -41,7 +29,7 @@ def backend(values: Values) -> dict[str, Json]:
     )
 
 
-def _dropping(values: Values) -> dict[str, Json]:
+def algorithm(values: Values) -> dict[str, Json]:
     """Groups whose rewards are all equal are dropped; more prompts are asked for, up to a bound on-policy."""
     metric, trained = (
         list(weights(values, POLICY + key)) for key in ("filter_reward_metric", "reward_function")
@@ -62,15 +50,8 @@ def _dropping(values: Values) -> dict[str, Json]:
 
 
 def reference(values: Values) -> dict[str, Json]:
-    """Where there is one: its estimator, and how often the policy becomes the reference."""
-    every = values[POLICY + "reference_reset_interval"] or 0
-    unbiased = {"algorithm.kl.estimator": "unbiased_k3"} if values[POLICY + "unbiased_kl_estimate"] else {}
-    if every <= 0:
-        return unbiased
-    return unbiased | {
-        "reference.reset_interval": every // steps_together(values),
-        "reference.reset_optimizer": values[POLICY + "reset_optimizer_with_reference"],
-    }
+    """How often the policy becomes the reference."""
+    return {"reference.reset_interval": values[POLICY + "reference_reset_interval"] // steps_together(values)}
 
 
 def distills(values: Values) -> bool:

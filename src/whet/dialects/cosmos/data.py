@@ -173,23 +173,11 @@ def _weight(name: str, weight: float, values: Values) -> float:
 # ---------------------------------------------------------------- validation
 
 
-TRAINING = {
-    "top_k": "rollout.sampling_config.top_k",
-    "top_p": "rollout.sampling_config.top_p",
-    "max_response_length": "rollout.max_response_length",
-}
-"""What validation takes from training where its own value is null."""
-
-
 def validation(values: Values) -> dict[str, Json]:
-    """Evaluation every freq steps and at the end; an SFT job measures the loss of the held-out replies."""
+    """The source, how often it is asked, and by what replies are judged."""
     out = {f"data.eval.0.{key}": value for key, value in _validation_source(values).items()}
-    out |= {
-        "data.exclude_eval": False,
-        "eval.interval": together_up(values, values["validation.freq"]),
-        "eval.at_start": values["validation.val_before_train"],
-    }
-    return out if is_sft(values) else out | _asked(values) | _judge(values)
+    out |= {"eval.interval": together_up(values, values["validation.freq"])}
+    return out if is_sft(values) else out | _judge(values)
 
 
 def _validation_source(values: Values) -> dict[str, Json]:
@@ -204,22 +192,6 @@ def _validation_source(values: Values) -> dict[str, Json]:
             f"{most}={values[most]} beside a part of a split is coming; leave one of the two out."
         )
     return source | ({} if values[most] is None else {"limit": _test_size(values, most, otherwise=0)})
-
-
-def _asked(values: Values) -> dict[str, Json]:
-    """How held-out prompts are asked."""
-    used = {
-        key: values[other] if values[f"validation.{key}"] is None else values[f"validation.{key}"]
-        for key, other in TRAINING.items()
-    }
-    return {
-        "eval.samples": values["validation.n_generation"],
-        "eval.sampling.temperature": values["validation.temperature"],
-        "eval.sampling.top_k": max(used["top_k"], 0),
-        "eval.sampling.top_p": used["top_p"],
-        "eval.sampling.repetition_penalty": values["validation.repetition_penalty"],
-        "eval.sampling.max_tokens": used["max_response_length"],
-    }
 
 
 def _judge(values: Values) -> dict[str, Json]:

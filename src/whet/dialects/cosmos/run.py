@@ -17,23 +17,13 @@ TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 """Sinks of numbers that may be named; they are written to a file in any case."""
 
 SUB_PROFILER = "profiler.sub_profiler_config."
-MOST = 1000
-"""Steps of a trace that a viewer can open."""
-
 
 # ---------------------------------------------------------------- rollouts
 
 
 def lengths(values: Values) -> dict[str, Json]:
-    """model_max_length bounds prompt and reply together. A sampled reply ends there, and longer prompts are left out
-    and counted; a conversation of an SFT job, which has no other bound, is truncated there."""
-    total = values["policy.model_max_length"]
-    overlong = "truncate_right" if is_sft(values) else "filter"
-    bounds: dict[str, Json] = {"data.max_total_tokens": total, "data.overlong": overlong}
-    if is_sft(values):
-        return bounds | {"data.max_prompt_tokens": total, "rollout.sampling.max_tokens": total}
-    reply = values["rollout.max_response_length"]
-    return bounds | {"data.max_prompt_tokens": total - 1, "rollout.sampling.max_tokens": reply}
+    """A prompt leaves room for a reply."""
+    return {"data.max_prompt_tokens": values["policy.model_max_length"] - 1}
 
 
 def seed(values: Values) -> dict[str, Json]:
@@ -91,22 +81,13 @@ def resume(values: Values) -> dict[str, Json]:
 
 
 def checkpoint(values: Values) -> dict[str, Json]:
-    """Steps between checkpoints, how many stay, and exports; the last step is saved anyway."""
+    """Steps or epochs between checkpoints, and between exports."""
     at = "train.ckpt."
-    saves, exports = values[at + "enable_checkpoint"], values[at + "export_safetensors"]
-    at_end = saves if since(values, "0.4.2") else is_sft(values) if since(values, "0.3.7") else False
-    out = {"checkpoint.export": at_end or (saves and exports)}
-    if not saves:
-        return out | {"checkpoint.interval": 0}
-    every, epochs, keep = (values[at + key] for key in ("save_freq", "save_freq_in_epoch", "max_keep"))
-    out |= {
-        "checkpoint.keep": keep if keep > 0 else None,
-        "checkpoint.async_save": values[at + "save_mode"] == "async",
-    }
-    every = together_up(values, every)
-    if epochs > 0:
-        return out | {"checkpoint.interval": f"{epochs} epochs"}
-    return out | {"checkpoint.interval": every, "checkpoint.export_interval": every if exports else 0}
+    if (epochs := values[at + "save_freq_in_epoch"]) > 0:
+        return {"checkpoint.interval": f"{epochs} epochs"}
+    every = together_up(values, values[at + "save_freq"])
+    exports = values[at + "export_safetensors"]
+    return {"checkpoint.interval": every, "checkpoint.export_interval": every if exports else 0}
 
 
 def trackers(values: Values) -> dict[str, Json]:
@@ -141,21 +122,11 @@ OPTIONS = {"record_shapes": "record_shape", "with_stack": "with_stack", "profile
 
 
 def profile(values: Values) -> dict[str, Json]:
-    """torch's profiler and the ranges for nsys, at the same steps; nothing where neither is enabled."""
+    """At which steps what is recorded."""
     keys = {"torch": "profiler.enable_profiler", "nsys": "profiler.enable_nsys"}
-    tools = [name for name, key in keys.items() if values[key]]
-    if not tools:
-        return {}
     wait, warmup, active = (values[f"{SUB_PROFILER}{key}_steps"] for key in ("wait", "warmup", "active"))
-    if active > MOST:
-        raise ConfigError(
-            f"{SUB_PROFILER}active_steps={active}: a viewer cannot open a trace of so many steps; give at most {MOST}"
-        )
-    ranks = values[SUB_PROFILER + "rank_filter"]
     return {
         "profile.steps": [wait + warmup + n for n in range(1, active + 1)],
-        "profile.tools": tools,
-        "profile.warmup": warmup,
+        "profile.tools": [name for name, key in keys.items() if values[key]],
         "profile.torch": [name for name, key in OPTIONS.items() if values[SUB_PROFILER + key]],
-        **({"profile.ranks": ranks} if ranks else {}),
     }
