@@ -212,9 +212,9 @@ def test_a_reply_may_always_end_before_its_last_token(least: int, longest: int, 
 
 
 def test_the_smaller_number_of_steps_ends_a_run() -> None:
-    assert data.length(values(buffer__total_epochs=20)) == {"train.epochs": 20}
-    assert data.length(values(buffer__total_steps=100)) == {"train.steps": 100}
-    assert data.length(values(buffer__total_steps=100, trainer__total_steps=30)) == {"train.steps": 30}
+    assert data.run_length(values(buffer__total_epochs=20)) == {"train.epochs": 20, "train.drop_last": "end"}
+    assert data.run_length(values(buffer__total_steps=100)) == {"train.steps": 100}
+    assert data.run_length(values(buffer__total_steps=100, trainer__total_steps=30)) == {"train.steps": 30}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
 from whet.dialects.row import NotSupportedYet
+from whet.dialects.rules import function
 from whet.dialects.tables import dialect
 from whet.dialects.translate import translate
 from whet.dialects.trinity import algorithm, data, rewards, trainer
@@ -305,11 +306,11 @@ def test_a_trainer_by_itself_may_have_no_taskset() -> None:
         mode="train", trainer__total_steps=4, synchronizer__sync_style="dynamic_by_explorer", **SIZES
     )
     assert data.tasks(alone) == rewards.rewards(alone) == {}
-    assert data.run_length(alone) == {"train.steps": 4}
+    assert function("trinity", "data.run_length")(alone) == {"train.steps": 4}
     with pytest.raises(
         ConfigError, match=r"trainer\.total_steps: must be given with mode: train without a taskset"
     ):
-        data.run_length({**alone, "trainer.total_steps": None})
+        function("trinity", "data.run_length")({**alone, "trainer.total_steps": None})
     fixed = {**alone, "synchronizer.sync_style": "fixed"}
     with pytest.raises(
         NotSupportedYet, match=r"taskset\.path: mode: train .* sync_style: fixed.*explorer_input"

@@ -174,26 +174,6 @@ def _divided(values: Values, size: int) -> int:
     return size
 
 
-def length(values: Values) -> Native:
-    """Steps of the explorer or of the trainer, whichever ends first; else passes over the taskset."""
-    steps = [n for key in ("buffer.total_steps", "trainer.total_steps") if (n := values[key])]
-    if not steps and values["mode"] == "train" and not draws_tasks(values):
-        raise ConfigError(
-            "trainer.total_steps: must be given with mode: train without a taskset, of whose rows total_epochs counts."
-        )
-    if values["buffer.total_steps"] == 0 and at_least(values, "0.5.2"):
-        raise ConfigError(
-            "buffer.total_steps: 0 means no step from Trinity-RFT 0.5.2 on; give the number of steps, or null."
-        )
-    return {"train.steps": min(steps)} if steps else {"train.epochs": values["buffer.total_epochs"]}
-
-
-def run_length(values: Values) -> Native:
-    """The length of a run. Trinity reads whole batches of all epochs together: what is left at the end is not used."""
-    steps = length(values)
-    return {**steps, "train.drop_last": "end"} if "train.epochs" in steps else steps
-
-
 # ---------------------------------------------------------------- sources
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")

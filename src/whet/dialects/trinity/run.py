@@ -44,8 +44,6 @@ def run(values: Values) -> Native:
 def model(values: Values) -> Native:
     """The folder of the policy and what is put over its config.json."""
     path = text(values, "model.model_path")
-    if path is None:
-        raise ConfigError("model.model_path: must be given: the folder of a Hugging Face model.")
     rope = {
         key: own for key in ("rope_scaling", "rope_theta") if given(own := values[f"model.{key}"]) is not None
     }
@@ -66,14 +64,6 @@ def chat_template(values: Values) -> Native:
     return {"tokenizer.chat_template": own or whole} if own or whole else {}
 
 
-def thinking(values: Values) -> Native:
-    """enable_thinking is a variable of the chat template, given where the file gives it."""
-    own = "explorer.rollout_model" if online(values) else f"{EXPERIENCES}.format"
-    told = [values[f"{at}.enable_thinking"] for at in (own, "model")]
-    value = next((one for one in told if one is not None), None)
-    return {} if value is None else {"tokenizer.chat_template_kwargs": {"enable_thinking": value}}
-
-
 def libraries(values: Values) -> Native:
     """Modules to import before the models, the critic's too."""
     keys = [MODEL, f"{CRITIC}.model"] if preset(values).recipe == "ppo" else [MODEL]
@@ -87,12 +77,6 @@ def teacher(values: Values) -> Native:
     of several models."""
     key = "explorer.auxiliary_models"
     models, learns = entries(values, key), distills(values)
-    if not online(values):
-        return {}
-    if not models and learns:
-        raise ConfigError(
-            f"{key}: must be given: {values['algorithm.algorithm_type']} learns from the model_path of the first."
-        )
     if len(models) > (learns or (bool(models) and is_judged(values))):
         raise NotSupportedYet(
             f"{key}: models beside the policy are coming, not built yet; here: the teacher of on_policy_distill or "
@@ -156,9 +140,6 @@ def environment(values: Values) -> Native:
     return {"reward_workers.env": {name: str(value) for name, value in found.items()}} if found else {}
 
 
-AHEAD = ("dynamic_by_explorer", "dynamic_by_trainer", "explorer_driven", "trainer_driven", "fully_async")
-
-
 def ahead(values: Values) -> Native:
     """How far exploring is ahead of training.
 
@@ -168,8 +149,6 @@ def ahead(values: Values) -> Native:
     here exploring has a bound, there it has none but the queue.
     """
     style, offset = values["synchronizer.sync_style"], values["synchronizer.sync_offset"]
-    if not online(values):
-        return {}
     if style == "fixed":
         free: Native = {"rollout.schedule": "async", "rollout.partial_rollout": False}
         return (free if apart(values) and not in_rounds(values) else {}) | {"rollout.max_staleness": offset}
@@ -201,16 +180,9 @@ CONTROLLED = "linear_decay_use_count_control_randomization"
 def replay(values: Values) -> Native:
     """Fresh and used experiences in one queue, from which steps are drawn by priority. It is the trainer's: an explorer
     and a bench take no notice of it."""
-    controlled = values[f"{REPLAY}.priority_fn"] != "linear_decay"
-    defaults: Native = {"decay": 2.0} | ({"use_count_limit": 3, "sigma": 0.0} if controlled else {})
-    told = arguments(values, f"{REPLAY}.priority_fn_args", defaults)
-    if _is_a_queue(values, told):
-        return {}
-    _possible(values)
+    told, controlled = _priority(values), _is_controlled(values)
     oldest, seconds = bound(values), values[f"{REPLAY}.reuse_cooldown_time"]
     out: Native = {
-        "queue": True,
-        "capacity": values[f"{EXPERIENCES}.capacity"],
         "priority": CONTROLLED if controlled else "linear_decay",
         "priority.decay": told["decay"],
         "cooldown": None if seconds is None else f"{seconds} s",  # null: nothing twice
@@ -224,33 +196,28 @@ def replay(values: Values) -> Native:
     return {f"buffer.replay.{key}": value for key, value in out.items()}
 
 
+def _is_controlled(values: Values) -> bool:
+    """Whether the priority counts how often a group was used."""
+    return bool(values[f"{REPLAY}.priority_fn"] != "linear_decay")
+
+
+def _priority(values: Values) -> Native:
+    """The arguments of priority_fn."""
+    counts: Native = {"use_count_limit": 3, "sigma": 0.0} if _is_controlled(values) else {}
+    return arguments(values, f"{REPLAY}.priority_fn_args", {"decay": 2.0} | counts)
+
+
 def _uses_again(values: Values) -> bool:
     return bool(values[f"{REPLAY}.enable"]) and values[f"{REPLAY}.reuse_cooldown_time"] is not None
 
 
-def _is_a_queue(values: Values, told: Mapping[str, Json]) -> bool:
+def is_a_queue(values: Values) -> bool:
     """Whether it gives what a plain queue gives. With sync_style fixed and no offset, the trainer trains on all that
     was explored since the last sync before it syncs again: what lies there has one version, and nothing returns."""
     in_step = values["synchronizer.sync_style"] == "fixed" and not values["synchronizer.sync_offset"]
     plain = values[f"{EXPERIENCES}.storage_type"] == "queue" and not apart(values)
     once = values[f"{REPLAY}.reuse_cooldown_time"] is None
-    return in_step and plain and once and not told.get("sigma")
-
-
-def _possible(values: Values) -> None:
-    storage, style = values[f"{EXPERIENCES}.storage_type"], values["synchronizer.sync_style"]
-    if storage == "sql":
-        raise NotSupportedYet(
-            f"{REPLAY}.enable: true with storage_type: sql, where rows that were read are read again, newest first, is "
-            "coming, not built yet; here: storage_type: queue."
-        )
-    if style == "fixed" and not apart(values):
-        raise NotSupportedYet(
-            f"{REPLAY}.enable: true with mode: both, sync_style: fixed and reuse_cooldown_time, sigma or sync_offset "
-            "is coming, not built yet: here a step waits for its own tasks then, and nothing is drawn in their place; "
-            f"write another sync_style ({', '.join(AHEAD)}), mode: train and mode: explore, or "
-            "whet.buffer.replay.share for a share of them."
-        )
+    return not _priority(values).get("sigma") and in_step and plain and once
 
 
 # ---------------------------------------------------------------- monitor and log

@@ -19,7 +19,6 @@ from whet.dialects.trinity.values import (
     VERL_TRAINER,
     Native,
     agreed,
-    at_least,
     distills,
     entries,
     given,
@@ -271,16 +270,6 @@ def resume(values: Values) -> Native:
         raise ConfigError(f"{key}: has no effect with resume_mode: {kind}; write resume_path.")
     goes_on = kind == "auto" and values["continue_from_checkpoint"]
     return {"checkpoint.resume": path or ("auto" if goes_on else "fresh")}
-
-
-def keep(values: Values) -> Native:
-    """Actor and critic are saved together, so they are kept alike."""
-    both = values["trainer.max_checkpoints_to_keep"]
-    if values[f"{VERL_TRAINER}.remove_previous_ckpt_in_save"]:
-        return {"checkpoint.keep": 1}
-    if both is not None and (both or at_least(values, "0.6.0")):
-        return {"checkpoint.keep": both or None}
-    return {"checkpoint.keep": values[f"{VERL_TRAINER}.max_actor_ckpt_to_keep"]}
 
 
 def export(values: Values) -> Native:

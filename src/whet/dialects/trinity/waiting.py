@@ -58,16 +58,9 @@ def _store(values: Values, storage: str, path: str | None) -> Native:
 # ---------------------------------------------------------------- staleness
 
 
-def staleness(values: Values) -> Native:
-    """staleness_control: with sync_style fixed no rollout of step s is older than version s - interval - offset."""
-    most = bound(values)
-    oldest = values["synchronizer.sync_interval"] + values["synchronizer.sync_offset"]
-    if most < oldest:
-        raise NotSupportedYet(
-            f"{STRATEGY}_args.max_staleness: {most} is coming, not built yet: a step's rollouts are up to "
-            f"sync_interval + sync_offset = {oldest} versions old with sync_style: fixed, and none is left out for it."
-        )
-    return {}
+def oldest(values: Values) -> int:
+    """The age of the oldest rollout of a step."""
+    return int(values["synchronizer.sync_interval"] + values["synchronizer.sync_offset"])
 
 
 def bound(values: Values) -> int | None:
