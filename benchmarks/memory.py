@@ -60,7 +60,12 @@ def case(
             "max_num_seqs": tasks * group,
             "sampling": {"max_tokens": reply, "ignore_eos": True},
         },
-        "train": {"steps": 2, "tasks_per_step": tasks, "optimizer": {"lr": 1e-4}},
+        "train": {
+            "steps": 2,
+            "tasks_per_step": tasks,
+            "skip_zero_weight": False,  # rewards are equal
+            "optimizer": {"lr": 1e-4},
+        },
         "checkpoint": {"export": False},
         "track": {"trackers": ["jsonl"]},
     }
