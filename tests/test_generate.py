@@ -344,10 +344,11 @@ def test_on_a_full_disk_another_file_is_named(tmp_path: Path, monkeypatch: pytes
     said = "the disk is full; free space there, or give another file: -o FILE"
     with pytest.raises(WhetError, match=said):
         module.whole(tmp_path / "out.jsonl", full, iter(()))
-    with module.Kept(tmp_path / "k", "s") as kept:
-        monkeypatch.setattr(module.json, "dumps", full)
+    with module.Kept(tmp_path / "k", "s") as kept, open("/dev/full", "wb", buffering=0) as file:
+        monkeypatch.setattr(kept, "_file", file)
         with pytest.raises(WhetError, match=said):
             kept.add(["a"])
+        monkeypatch.undo()
 
 
 def test_two_commands_do_not_write_one_file(tmp_path: Path) -> None:
