@@ -34,8 +34,8 @@ class KeptPages:
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         self.number[target] = self.number[source]
 
-    def note(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+    def note(self, page_P: Tensor, tokens: Sequence[int]) -> None:
         """A row has these tokens in these pages."""
         if self.kept.on:
-            number_N = self.number[torch.tensor(pages, dtype=torch.int64)].flatten()[: len(tokens)]
-            self.kept.note(tokens, number_N.numpy())
+            number_PS = self.number.numpy()[page_P.numpy()]
+            self.kept.note(tokens, number_PS.reshape(-1)[: len(tokens)])

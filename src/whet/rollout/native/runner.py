@@ -430,7 +430,7 @@ class Runner:
                 pages = self.table_SP[self.slots[request]].tolist()
                 request.experts.append(self.routed.of(pages, request.routed, lengths[i]))
             if self.kept is not None:
-                self.kept.note(self.table_SP[self.slots[request]].tolist(), request.history[: lengths[i]])
+                self.kept.note(self.table_SP[self.slots[request]], request.history[: lengths[i]])
             self.free.append(self.slots.pop(request))
         gone = set(at)
         keep = [i for i in range(len(rows.requests)) if i not in gone]
