@@ -195,6 +195,16 @@ def test_a_batch_with_tokens_of_others_is_computed() -> None:
     assert same_update(engine, groups, max_tokens=4096) == (0, 1)
 
 
+def test_a_batch_of_which_nothing_is_computed_is_not_known() -> None:
+    engine = engine_on(tiny_model())
+    batch = batch_of(asyncio.run(sampled(engine, prompts(2))))
+    none = layout(replace(batch, mask_N=torch.zeros_like(batch.mask_N)), share_prompts=True)
+    own = reusing(engine)
+    assert own.reuse is not None
+    assert own.reuse.of(none) is None
+    assert own.reuse.of(layout(batch, share_prompts=True)) is not None
+
+
 def test_only_the_first_minibatch_is_of_the_weights_that_sampled() -> None:
     engine = engine_on(tiny_model())
     batch = batch_of(asyncio.run(sampled(engine, prompts(4))))

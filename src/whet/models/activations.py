@@ -90,8 +90,8 @@ class Activations:
     # -- while training
 
     def find(self, segments: Segments, token_ids_U: Tensor) -> PackedActivations | None:
-        """Those of a packed batch. None unless all its tokens are known."""
-        if not self.known:
+        """Those of a packed batch. None unless it has tokens, and all are known."""
+        if not self.known or not len(token_ids_U):
             return None
         tokens = token_ids_U.numpy()
         rows = np.full(len(tokens), -1)
@@ -101,7 +101,7 @@ class Activations:
             found = self.known.get(_key(np.concatenate([tokens[piece] for piece in pieces])))
             if found is not None:
                 rows[pieces[0]], rows[pieces[1]] = found[:shared], found[shared:]
-        if len(rows) and rows.min() < 0:
+        if rows.min() < 0:
             return None
         return PackedActivations(self.kinds, torch.from_numpy(rows))
 
