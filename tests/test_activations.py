@@ -29,19 +29,18 @@ from whet.config.schema import ModelConfig, OptimizerConfig
 from whet.config.sizes import Shape, config_sizes, new_shape
 from whet.models import kernels
 from whet.models.activations import Activations, LayerOutput, PackedActivations
-from whet.models.build import BuildError
 from whet.models.packing import PackedLayout, layout
 from whet.rollout.native.engine import NativeEngine
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.reuse import Reuse
 from whet.training.torch import TorchEngine
-from whet.types import Group, Rollout, Sampling, Strand, Task, WhetError
+from whet.types import ConfigError, Group, Rollout, Sampling, Strand, Task, WhetError
 
 environment.prepare(threads=None, exact=True)
 
 try:
     OPS = kernels.load("compiled")
-except BuildError:
+except ConfigError:
     pytest.skip("without compiled kernels nothing is reused", allow_module_level=True)
 
 DENSE = [each for each in FEW if each not in ("qwen3_moe", "gpt_oss")]

@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "no entry for the user": {"WHET_VARIANT": "no entry for the user", "HOME": ""},
 }
 FILES = (
+    "activations",
     "attention",
     "cluster",
     "elementwise",
