@@ -45,6 +45,7 @@ except ConfigError:
 
 DENSE = [each for each in FEW if each not in ("qwen3_moe", "gpt_oss")]
 Tokens = tuple[int, ...]
+ON_CPU = {"threads": 1, "device": "cpu"}
 
 
 def engine_on(model: PreTrainedModel, *, rows: int = 4096, **options: Any) -> NativeEngine:
@@ -290,7 +291,7 @@ def test_another_strand_is_compared_in_each_update() -> None:
 def values(folder: Path, **train: Any) -> dict[str, Any]:
     out = {**RUN, "run_dir": str(folder), "train": {**RUN["train"], **train}}
     out["data"] = {**RUN["data"], "eval": RUN["data"]["train"], "exclude_eval": False}
-    return out | {"eval": {"interval": 1}, "checkpoint": {"export": False}}
+    return out | {"eval": {"interval": 1}, "checkpoint": {"export": False}, "machine": ON_CPU}
 
 
 @pytest.fixture
@@ -340,7 +341,7 @@ def test_a_difference_is_told_and_ends_the_reuse(
     assert "step 1: the activations of a rollout differ from the trainer's, by at most 1.00e+00" in log
     assert "continues as 'close'" in log
     assert not any(found)
-    strict = values(tmp_path / "on") | {"machine": {"threads": 1, "logprob_parity": "on"}}
+    strict = values(tmp_path / "on") | {"machine": {**ON_CPU, "logprob_parity": "on"}}
     with pytest.raises(WhetError, match="logprob_parity=on does not allow this"):
         whet.train(**strict)
 
@@ -362,7 +363,7 @@ def test_without_addresses_for_it_the_run_computes_everything(
 
 
 def planned(**changed: Any) -> int:
-    cfg: dict[str, Any] = {"run_dir": "run", **copy.deepcopy(RUN)}
+    cfg: dict[str, Any] = {"run_dir": "run", **copy.deepcopy(RUN), "machine": dict(ON_CPU)}
     for key, value in changed.items():
         section, _, name = key.partition("__")
         cfg.setdefault(section, {})[name] = value

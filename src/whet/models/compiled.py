@@ -427,17 +427,10 @@ class _AttendPacked(Function):
         return _as(given, out), lse
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        segments: Segments,
-        shape: _Shape,
-        known: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _AttendPacked.compute(q, k, v, sinks, segments, shape, known)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        """given: what `compute` takes."""
+        q, k, v, sinks, segments, shape, _ = given
+        out, lse = _AttendPacked.compute(*given)
         ctx.segments, ctx.shape = segments, shape
         ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
         ctx.mark_non_differentiable(lse)
