@@ -257,6 +257,13 @@ def given(config: Json | str, *overrides: str) -> Any:
     return load(None, overrides, {**BASE, "train": train})
 
 
+def test_a_file_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=f"train.engine_arguments: {path}: lists and mappings nest"):
+        plans(given(str(path)))
+
+
 def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) -> None:
     """As a file of transformers' Trainer has it, and with this run's numbers."""
     file = {
@@ -265,8 +272,10 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": "auto"}},
-        "fp16": {"enabled": False},
+        "fp16": {"enabled": "auto", "loss_scale": 0},
+        "amp": {"enabled": False},
         "bf16": {"enabled": "auto"},
+        "sequence_parallel_size": 1,
         "wall_clock_breakdown": True,
         "zero_optimization": {
             "stage": 3,
@@ -316,7 +325,17 @@ def test_what_is_equal_or_auto_passes_and_the_rest_is_passed_on(tmp_path: Path) 
         ({}, [f"{AT}.offload_param.device=gpu"], "expected none, cpu, nvme"),
         ({}, [f"{AT}.offload_optimizer.device=nvme"], "nvme_path"),
         ({}, [f"{AT}.stage=2", f"{AT}.zero_hpz_partition_size=2"], "stage 2 does not shard"),
-        ("no/such.json", [], "no/such.json cannot be read"),
+        ({"compile": True}, [], "compile is not passed on: use train.engine=torch with train.compile"),
+        ({"sparse_gradients": True}, [], "sparse_gradients is not passed on"),
+        ({"sequence_parallel_size": 2}, [], "sequence_parallel_size is not passed on"),
+        ({}, [f"{AT}.zenflow=true"], "zero_optimization.zenflow is not passed on"),
+        ({}, [f"{AT}.ignore_unused_parameters=false"], "ignore_unused_parameters is not passed on"),
+        ({"bfloat16": {"enabled": True}}, ["model.dtype=float32"], "bfloat16.enabled=true"),
+        ({"zero_optimization": 3}, [], "zero_optimization=3: expected a table of keys"),
+        ({"bf16": True}, [], "bf16=true: expected a table of keys"),
+        ({}, [f"{AT}.offload_optimizer=cpu"], "offload_optimizer=\"cpu\": expected a table of keys"),
+        ({}, [f"{AT}.stage=true"], "true: expected 1, 2 or 3"),
+        ("no/such.json", [], "no/such.json: cannot be read"),
         ({}, ["train.parallel.dp_shard=1"], "dp_shard is 1"),
         ({}, ["train.parallel.tp=2"], "DeepSpeed shards over dp_shard alone"),
         ({}, ["train.optimizer.name=muon"], "needs whole matrices"),

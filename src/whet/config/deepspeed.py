@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 from whet.config.checks_parallel import shards
 from whet.config.faults import shown
 from whet.config.schema import Config, OptimizerConfig, TrainConfig
+from whet.config.tree import get
+from whet.inputs import read_json_object
 from whet.types import ConfigError, Json
 
 KEY = "train.engine_arguments"
@@ -56,22 +57,27 @@ REFUSED = {
 }
 """Keys of a deepspeed_config that are not passed on, and what to do. Switched off, or "auto", they say nothing."""
 
+SAYS_NOTHING: Json = {"sequence_parallel_size": 1, f"{ZERO}.ignore_unused_parameters": True}
+"""The value with which such a key changes nothing; of all others it is false."""
+
+SECTIONS = (
+    *("bf16", "bfloat16", "optimizer", "optimizer.params"),
+    *(ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"),
+)
+"""Keys of a deepspeed_config that whet looks into."""
+
 PLACES = ("none", "cpu", "nvme")
 """Where DeepSpeed may keep what it offloads."""
 
 
 def user_config(given: str | Json) -> Json:
-    """The user's deepspeed_config. Errors: ConfigError for a file that is no JSON table."""
+    """The user's deepspeed_config. Errors: ConfigError for a file that holds no JSON object."""
     if not isinstance(given, str):
         return given
-    path = Path(given).expanduser()
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{KEY}: {path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{KEY}: {path} has a {type(found).__name__}, expected a table of keys")
-    return found
+        return read_json_object(Path(given).expanduser(), ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"{KEY}: {error}") from error
 
 
 def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: str) -> Json:
@@ -79,7 +85,7 @@ def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: 
     own = user_config(train.engine_arguments)
     norm = None if optimizer is None else optimizer.max_grad_norm
     kept = {k: v for k, v in own.items() if k not in _set_here() and k not in REFUSED and v != AUTO}
-    zero = {k: v for k, v in (own.get(ZERO) or {}).items() if v != AUTO}
+    zero = {k: v for k, v in _section(own, ZERO).items() if v != AUTO}
     return {
         **kept,
         **(WIDE if train.precision.reduce else {}),
@@ -87,12 +93,12 @@ def engine_config(train: TrainConfig, optimizer: OptimizerConfig | None, dtype: 
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": norm or 0.0,
-        "bf16": {**(own.get("bf16") or {}), "enabled": dtype == "bfloat16", "check_grad_overflow": True},
+        "bf16": {**_section(own, "bf16"), "enabled": dtype == "bfloat16", "check_grad_overflow": True},
         ZERO: {**zero, "stage": stage(own)},
     }
 
 
-def stage(own: Mapping[str, Any]) -> Any:
+def stage(own: Json) -> Any:
     """Of ZeRO, in the user's deepspeed_config."""
     found = _get(own, f"{ZERO}.stage")
     return 3 if found in (None, AUTO) else found
@@ -105,10 +111,8 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     if shards(cfg.train.parallel) < 2:
         yield (
             "train.engine",
-            (
-                "deepspeed shards the models over ranks, but train.parallel.dp_shard is 1; give the number, or use "
-                "engine=torch"
-            ),
+            "deepspeed shards the models over ranks, but train.parallel.dp_shard is 1; give the number, or use "
+            "engine=torch",
         )
     try:
         own = user_config(cfg.train.engine_arguments)
@@ -128,7 +132,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.train.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        yield "train.engine", (f"deepspeed is not installed; {INSTALL}, or use engine=torch")
+        yield "train.engine", f"deepspeed is not installed; {INSTALL}, or use engine=torch"
 
 
 def _set_here() -> set[str]:
@@ -136,8 +140,12 @@ def _set_here() -> set[str]:
             "gradient_clipping", "optimizer", "bf16", "bfloat16", ZERO}  # fmt: skip
 
 
-def _contradicted(cfg: Config, own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _contradicted(cfg: Config, own: Json) -> Iterator[tuple[str, str]]:
     """Where the user's deepspeed_config says something else than the run."""
+    for key in SECTIONS:
+        given = _get(own, key)
+        if given not in (None, AUTO) and not isinstance(given, Mapping):
+            yield KEY, f"{key}={shown(given)}: expected a table of keys"
     for key, (wanted, of) in _ours(cfg).items():
         given = _get(own, key)
         if given not in (None, AUTO, wanted):
@@ -147,12 +155,16 @@ def _contradicted(cfg: Config, own: Mapping[str, Any]) -> Iterator[tuple[str, st
                 f"{key}={shown(given)} contradicts the run, which has {says}; leave it out, or set it to auto",
             )
     for key, why in REFUSED.items():
-        given = _get(own, key)
-        off = given in (None, False, AUTO, {}, 1) or (
-            isinstance(given, Mapping) and not given.get("enabled", True)
-        )
-        if not off:
+        if not _says_nothing(key, _get(own, key)):
             yield KEY, f"{key} is not passed on: {why}; leave it out"
+
+
+def _says_nothing(key: str, given: Any) -> bool:
+    """Whether a key that is not passed on is left out, switched off, or auto."""
+    if isinstance(given, Mapping):
+        return not given or given.get("enabled", True) in (False, AUTO)
+    off = SAYS_NOTHING.get(key, False)
+    return given in (None, AUTO) or (type(given) is type(off) and given == off)  # true is not 1
 
 
 def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
@@ -179,6 +191,7 @@ def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
         "optimizer.params.weight_decay": (opt.weight_decay, "train.optimizer.weight_decay"),
         **(adam if opt.name in ("adam", "adamw") else {}),
         "bf16.enabled": (cfg.model.dtype == "bfloat16", "model.dtype"),
+        "bfloat16.enabled": (cfg.model.dtype == "bfloat16", "model.dtype"),
         "bf16.check_grad_overflow": (True, "set by whet: gradients that are not finite skip a step"),
         "bf16.bf16_master_weights_and_grads": (False, "train.precision.master_weights"),
     }
@@ -191,10 +204,10 @@ def _optimizer_type(cfg: Config, opt: OptimizerConfig) -> str:
     return given if isinstance(given, str) and given.lower() == means else means
 
 
-def _zero(own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _zero(own: Json) -> Iterator[tuple[str, str]]:
     """What does not go together in the settings of ZeRO."""
     at, n = f"{KEY}.{ZERO}", stage(own)
-    if n not in (1, 2, 3):
+    if n not in (1, 2, 3) or isinstance(n, bool):
         said = "expected 1, 2 or 3; stage 0 shards nothing: use train.engine=torch with train.parallel.dp_replicate"
         yield f"{at}.stage", f"{shown(n)}: {said}"
         return
@@ -211,9 +224,12 @@ def _zero(own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{at}.zero_hpz_partition_size", said
 
 
-def _get(table: Mapping[str, Any], key: str) -> Any:
+def _get(own: Json, key: str) -> Any:
     """The value at a dotted key, None where it is not given."""
-    found: Any = table
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+    return get(own, tuple(key.split(".")))
+
+
+def _section(own: Json, key: str) -> Json:
+    """What a section gives."""
+    found = _get(own, key)
+    return found if isinstance(found, dict) else {}
