@@ -435,6 +435,8 @@ def test_overrides_in_hydra_s_style():
     starred = overridden({}, {}, [r"u={layers.\{*\}:{},head:{a:1}}", "m=['layers.{*}']"])
     assert starred.problems == []
     assert starred.tree == {"u": {"layers.{*}": {}, "head": {"a": 1}}, "m": ["layers.{*}"]}
+    quoted = overridden({}, {}, ["""a=["hi,there:you"]""", """b={system:"x, y:z",n:{'k,j:l':1}}"""])
+    assert quoted.tree == {"a": ["hi,there:you"], "b": {"system": "x, y:z", "n": {"k,j:l": 1}}}
 
 
 @pytest.mark.parametrize("text", ["a", "=1", "--a=1", "a.l.7=1", "a@b=1", "a=[1", "a.l.x=1"])

@@ -105,6 +105,15 @@ def test_parts_of_splits_that_no_source_can_take_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    ["train[5:3]", "train[5:5]", "train[:0]", "train[-2:-5]", "train[80%:20%]", "train[:0%]", "train[:150%]"],
+)
+def test_parts_of_splits_without_rows_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="takes no rows"):
+        sft.training_data(values(train_datasets=["a"], train_dataset_splits=[text]))
+
+
+@pytest.mark.parametrize(
     ("text", "part"),
     [
         ("train", {"split": "train"}),

@@ -6,7 +6,7 @@ import re
 
 from whet.config.faults import shown
 from whet.dialects.row import NotSupportedYet
-from whet.types import Json
+from whet.types import ConfigError, Json
 
 SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+|)(%?):(-?\d+|)(%?)\])?")
 SUM = re.compile(r"[\w.-]+( *\+ *[\w.-]+)+")
@@ -30,6 +30,11 @@ def rows_of_split(text: str, key: str) -> dict[str, Json]:
         raise NotSupportedYet(
             f"{key}: {shown(text)} is coming, not built yet; today: NAME, NAME[:100], NAME[5%:10%], NAME[-20%:], "
             "NAME[-100:], A+B"
+        )
+    alike = last is not None and (first < 0) == (last < 0)  # counted from the same end
+    if (alike and last <= first) or (is_share and max(first, last or 0) > 100):
+        raise ConfigError(
+            f"{key}: {shown(text)} takes no rows, or more than there are; give the lower end first"
         )
     limit = last if last is None or last < 0 else last - first
     if not is_share:

@@ -18,8 +18,12 @@ from whet.types import Json
 _OVERRIDE = re.compile(
     r"(?P<sign>\+\+|\+|~|)(?P<key>\w[^\s=+~@]*)(?P<equals>\s*=\s*)?(?P<value>.*)", re.DOTALL
 )
-_KEY = re.compile(r"(?P<before>[{,]\s*)(?P<key>(?:[\w.*]|\\.)+):(?=\S)")
-"""A key of a dict in Hydra's grammar: {a:1} is YAML's {a: 1}, and a backslash stands before what is no sign of it."""
+_KEY = re.compile(
+    r"""(?P<quoted>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<before>[{,]\s*)(?P<key>(?:[\w.*]|\\.)+):(?=\S)""",
+    re.DOTALL,
+)
+"""A key of a dict in Hydra's grammar: {a:1} is YAML's {a: 1}, and a backslash stands before what is no sign of it. In
+quoted text is none."""
 
 
 @dataclass
@@ -93,6 +97,8 @@ class Tree:
 
 
 def _as_yaml(key: re.Match[str]) -> str:
+    if key["quoted"] is not None:
+        return key["quoted"]
     plain = re.sub(r"\\(.)", r"\1", key["key"])
     is_word = re.fullmatch(r"[\w.]+", plain) is not None
     return f"{key['before']}{plain if is_word else json.dumps(plain)}: "
