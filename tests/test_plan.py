@@ -87,6 +87,8 @@ def test_epochs_become_steps_when_the_rows_are_known():
     assert plan(cfg, rows=100).steps == 10, "150 draws in steps of 16, the last one full"
     assert plan(cfg, rows=32).steps == 3
     assert plans(cfg, rows={"main": 1})[0].steps == 1
+    part = load(None, ["train={epochs: 1.1, tasks_per_step: 11}"], {**BASE, "train": {}}).config
+    assert plan(part, rows=10).steps == 1, "11 draws, though 1.1 * 10 is a little more in binary"
 
 
 def test_steps_and_epochs_whichever_ends_first():

@@ -12,6 +12,7 @@ from whet.config.evaluation import evaluates
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.memory_estimate import out_of_memory, reused_tokens
 from whet.config.plan import plan as make_plan
+from whet.config.plan import tasks_of
 from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint
 from whet.config.simulated import simulated
@@ -191,8 +192,8 @@ def begin(job: Job, index: int) -> Begun:
         log.warning("stage %s: %s", name, NO_TEMPLATE.format(sources=", ".join(plain)), extra={CONSOLE: True})
     plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
     rows, epochs, reached = tasks.rows_per_epoch, cfg.train.epochs, plan.steps * drawn
-    if epochs and reached != rows * epochs:
-        asked = f"{epochs:g} epochs of {rows} rows are {rows * epochs:g} tasks"
+    if epochs and reached != (wanted := tasks_of(rows, epochs)):
+        asked = f"{epochs:g} epochs of {rows} rows are {float(wanted):g} tasks"
         log.info("stage %s: %s; %d steps of %d are %d", name, asked, plan.steps, drawn, reached)
     if len(passes := tasks.passes(reached)) > 1:
         told = ", ".join(f"{source} {times:.3g}" for source, times in passes.items())

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
@@ -276,14 +277,19 @@ def _total_steps(train: TrainConfig, rows: int | None, *, tasks: int) -> int | N
         return None
     if train.drop_last is True:
         rows -= rows % tasks
-    whole, rest = divmod(rows * train.epochs, tasks)
-    steps = int(whole) + (rest > 0 and train.drop_last != "end")
+    whole, rest = divmod(tasks_of(rows, train.epochs), tasks)
+    steps = whole + (rest > 0 and train.drop_last != "end")
     if steps == 0 and train.drop_last == "end":
         raise ConfigError(
             f"train.drop_last=end: {rows} rows in {train.epochs:g} epochs fill no step of {tasks} tasks; set it to "
             "false or lower train.tasks_per_step"
         )
     return steps if train.steps is None else min(steps, train.steps)
+
+
+def tasks_of(rows: int, epochs: float) -> Fraction:
+    """Tasks of so many epochs over the rows. Their number is an exact decimal: 1.1 of 10 rows are 11, no more."""
+    return Fraction(str(epochs)) * rows
 
 
 def _misfits(plan: Plan, *, rehearsal: bool = False) -> Iterator[Problem]:
