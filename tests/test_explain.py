@@ -117,6 +117,12 @@ def test_it_prints():
         ("machine.logprob_parity=onn", "expected 'auto', 'on' or 'off'"),
         ("train.steps=-1", "got -1, expected a whole number >= 0"),
         ("train=3", "train is a section"),
+        ("train.steps=[", "train.steps=[: not valid YAML"),
+        ("data.order=bogus", "data.order: 'bogus' is not known"),
+        ("algorithm.mix.loss=gspo", "algorithm.mix.loss: 'gspo' is not known"),
+        ("algorithm.loss={name: gspo, clip_low: x}", 'algorithm.loss.clip_low: got "x", expected a number'),
+        ("rollout.engine=vlm", "rollout.engine: 'vlm' is not known; did you mean 'vllm'?"),
+        ("track.trackers=[console, wandbb]", "'wandbb' is not known; did you mean 'wandb'"),
     ],
 )
 def test_what_cannot_be_explained(asked, said):
@@ -129,3 +135,8 @@ def test_a_value_that_a_key_can_have():
     assert explain("machine.logprob_parity=off").value == (("value", "off is allowed"),)
     assert explain("train.optimizer.betas=[0.9, 0.95]").value
     assert explain("train.steps=null").value
+    assert explain("train.steps=").value, "an empty value is null, as in an override"
+    assert explain("algorithm.loss={name: gspo, clip_low: 1e-3}").value[0][0] == "clip_low"
+    assert explain("data.order=mine.py:Order").value == (("value", "mine.py:Order is allowed"),)
+    assert explain("rollout.engine=vllm").value[0][1].startswith("Servers in processes of their own")
+    assert explain("checkpoint.resume=runs/a/checkpoints/1").value[0][0] == "value"

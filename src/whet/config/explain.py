@@ -5,30 +5,27 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whet.config import functions, keys, recipes, schema
+from whet.config import keys, recipes, schema
+from whet.config.chosen import chosen, setting_problems
 from whet.config.conditions import in_words
 from whet.config.faults import mismatch, shown
+from whet.config.forms import OPEN_NAMES
 from whet.config.keys import Key, did_you_mean, dotted, lookup
-from whet.config.parse import parse
+from whet.config.parse import parse_override
 from whet.config.rules import visible_when
 from whet.config.settings import line_of
 from whet.config.shorthand import short_for
 from whet.config.tree import STAGE_SECTIONS, path_of
-from whet.tables import near
-from whet.types import ConfigError
-
-T = TypeVar("T")
-Reads = functions.AdvantageEntry | functions.LossEntry
+from whet.tables import not_known, unknown
+from whet.types import ConfigError, Json
 
 
 @dataclass(frozen=True)
@@ -175,28 +172,45 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
     """The meaning of a value of a key; ConfigError if the key cannot have it."""
     name = dotted(key.path)
     if name == "algorithm.name":
-        recipe = _entry(recipes.RECIPES, value, name)
+        if value not in recipes.RECIPES:
+            raise ConfigError(f"{name}: {not_known(value, recipes.RECIPES)}")
+        recipe = recipes.RECIPES[value]
         facts = {k: v for k, v in asdict(recipe).items() if k not in ("settings", "source", "note")}
         facts |= recipe.settings
         facts |= {"source": recipe.source, "note": recipe.note}
         return tuple((k, v if isinstance(v, str) else shown(v)) for k, v in facts.items())
-    if name in ("algorithm.advantage", "algorithm.loss") and ":" not in value:
-        table = functions.ADVANTAGES if name == "algorithm.advantage" else functions.LOSSES
-        _entry(cast(Mapping[str, Reads], table), value, name)
-        has = dict(keys.settings_of(key.path))[value]
-        told = ((k.path[-1], f"{default_of(k)}  {' '.join(k.description.split())}") for k in has)
-        return tuple(told) or (("settings", "none"),)
     if key.section:
         raise ConfigError(f"{name} is a section and has no value; `whet explain {name}` lists its keys")
-    given = parse(value).tree
+    parsed = parse_override(value)
+    given = parsed.tree if value else None
+    for _, wrong in parsed.problems:
+        raise ConfigError(f"{name}={value}: {wrong}")
     try:
         TypeAdapter(key.annotation).validate_json(json.dumps(given), strict=True)
     except ValidationError as e:
         raise ConfigError(f"{name}={value}: {mismatch(given, key.path)}") from e
-    return (("value", f"{value} is allowed"),)
+    known = _of_table(key.path, given) if key.path in keys.TABLES else _of_names(key, given)
+    return known or (("value", f"{value} is allowed"),)
 
 
-def _entry(table: Mapping[str, T], name: str, key: str) -> T:
-    if name not in table:
-        raise ConfigError(f"{key}={name} is not known{near(name, table)}; known: {', '.join(table)}")
-    return table[name]
+def _of_table(path: keys.Path, given: Json) -> tuple[tuple[str, str], ...]:
+    """The settings of a function that a key names; none of one of the user's, or where a table gives no name."""
+    table = keys.TABLES[path]
+    made = chosen(given, table, own="")
+    if made.is_own or not made.name:
+        return ()
+    for at, wrong in setting_problems(dotted(path), made, table):
+        raise ConfigError(f"{at}: {wrong}")
+    has = dict(keys.settings_of(path))[made.name]
+    told = ((k.path[-1], f"{default_of(k)}  {' '.join(k.description.split())}") for k in has)
+    return tuple(told) or (("settings", "none"),)
+
+
+def _of_names(key: Key, given: Json) -> tuple[tuple[str, str], ...]:
+    """What each name is that an open key is given. checkpoint.resume takes any path beside its names."""
+    known = OPEN_NAMES.get(".".join(key.path), {})
+    names = [given] if isinstance(given, str) else given or ()
+    for each in names if known and key.path != ("checkpoint", "resume") else ():
+        if wrong := unknown(known, each):
+            raise ConfigError(f"{dotted(key.path)}: {wrong}")
+    return tuple((each, known[each]) for each in names if each in known) if known else ()

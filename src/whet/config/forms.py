@@ -196,19 +196,28 @@ def _functions(at: Path, table: Mapping[str, functions.Function]) -> list[Json]:
     ]
 
 
-def _lines(table: Mapping[str, functions.Function | EngineRow | TrackerRow]) -> list[Json]:
-    return [{"name": name, "about": row.about} for name, row in table.items()]
+def _abouts(table: Mapping[str, functions.Function | EngineRow | TrackerRow]) -> dict[str, str]:
+    return {name: row.about for name, row in table.items()}
+
+
+OPEN_NAMES: Mapping[str, Mapping[str, str]] = {
+    "rewards.*.function": _abouts(functions.REWARDS),
+    "rollout.engine": _abouts(engines.ENGINES),
+    "train.engine": engines.TRAIN_ENGINES,
+    "track.trackers": _abouts(trackers.TRACKERS),
+    "checkpoint.resume": RESUME,
+}
+"""Keys that know names without being limited to them, and what each name is."""
 
 
 @functools.cache
 def _choices() -> dict[str, list[Json]]:
-    """Names that a key knows without being limited to them."""
+    """The names that each open key knows."""
     return {
         "algorithm.name": _recipes(),
         **{".".join(map(str, at)): _functions(tuple(map(str, at)), table) for at, table in TABLES.items()},
-        "rewards.*.function": _lines(functions.REWARDS),
-        "rollout.engine": _lines(engines.ENGINES),
-        "train.engine": [{"name": name, "about": about} for name, about in engines.TRAIN_ENGINES.items()],
-        "track.trackers": _lines(trackers.TRACKERS),
-        "checkpoint.resume": [{"name": name, "about": about} for name, about in RESUME.items()],
+        **{
+            key: [{"name": name, "about": about} for name, about in known.items()]
+            for key, known in OPEN_NAMES.items()
+        },
     }
