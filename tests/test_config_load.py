@@ -549,6 +549,14 @@ def test_stages_of_a_config_made_in_python():
         ("train: {steps: true}", "got true, expected a whole number"),
         ("train: {optimizer: {lr: .inf}}", "train.optimizer.lr: got Infinity, expected a number >= 0"),
         (
+            "rewards: {a: {function: exact, arguments: {x: [1, .inf]}}}",
+            "rewards.a.arguments.x[1]: got Infinity: a config is also kept as JSON",
+        ),
+        (
+            "stages: [{name: a, rewards: {a: {function: exact, arguments: {x: .nan}}}}]",
+            "stages[0] ('a').rewards.a.arguments.x: got NaN: a config is also kept as JSON",
+        ),
+        (
             "train: {optimizer: {betas: [0.9]}}",
             "train.optimizer.betas: got [0.9], expected a list of 2 (each: a number",
         ),

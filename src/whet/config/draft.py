@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 
 from pydantic import ValidationError
 
@@ -143,6 +144,13 @@ class Draft:
                     else "no such user"
                 )
                 self._tell(path, f"{named(path, self.tree)}: {shown(value)}: {why}; give the full path")
+
+    def find_infinite(self) -> None:
+        """Refuse infinity and NaN where a key takes anything: written down as JSON, they would become null."""
+        for path, value in leaves(self.tree):
+            if isinstance(value, float) and not isfinite(value) and lookup(path) is None:
+                said = "a config is also kept as JSON, which has finite numbers alone; give one, or a text"
+                self._tell(path, f"{named(path, self.tree)}: got {shown(value)}: {said}")
 
     def validate(self) -> Config | None:
         """The Config; or None, and the problems of the base config and of the stages are recorded."""

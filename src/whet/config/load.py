@@ -206,7 +206,10 @@ def _finished(draft: Draft) -> Config | None:
     secrets.learn_references(written, draft.tree)
     draft.find_homes()
     draft.find_places()
-    return draft.validate()
+    config = draft.validate()
+    if config is not None:
+        draft.find_infinite()
+    return config
 
 
 def _translated(
