@@ -192,6 +192,9 @@ def test_an_algorithm_of_another_version_changes_what_it_says_and_nothing_else()
     of_old = dump(config("train.optimizer.lr=null")) | {"algorithm": {"name": "grpo", "gone": 1}}
     other = of_old | {"seed": 3}
     assert [c.key for c in changes(of_old, other)] == ["seed"]
+    bare = {**of_old, "algorithm": {"name": "gone", "loss": {"clip_low": 0.1}}}
+    moved = {**of_old, "algorithm": {"name": "gone", "loss": {"clip_low": 0.2}}}
+    assert [c.key for c in changes(bare, moved)] == ["algorithm.loss.clip_low"], "a table without a name"
 
 
 def test_keys_of_another_version_are_no_change() -> None:

@@ -399,7 +399,7 @@ def test_a_model_of_the_run_answers_as_transformers_does(
     assert rewards == [(0.25, {"r": 0.25, "r/read": 0.0})] * 4
 
 
-def test_what_a_model_cannot_be_asked(chat_model: Path) -> None:
+def test_what_a_model_cannot_be_asked(chat_model: Path, tmp_path: Path) -> None:
     reward = {
         "function": "judge",
         "arguments": {"max_tokens": 8},
@@ -414,6 +414,9 @@ def test_what_a_model_cannot_be_asked(chat_model: Path) -> None:
     assert "the rubric is dict, expected text or a list" in str(odd.rollouts[0].error)
     with pytest.raises(ConfigError, match=r"rewards\.r\.model: max_tokens=2000: .* has 1024 positions"):
         judged([group(task(), "a")], {**reward, "model": {"path": str(chat_model), "max_tokens": 2000}})
+    empty = {"r": {**reward, "model": {"path": str(tmp_path)}}}
+    with pytest.raises(ConfigError, match=rf"rewards\.r\.model\.path: {tmp_path} holds no config.json"):
+        plans(load(None, [], {**BASE, "rewards": empty}))
     with pytest.raises(
         ConfigError, match=r"rewards\.r\.arguments: no argument 'rubrik'; did you mean 'rubric'"
     ):

@@ -18,7 +18,7 @@ from whet.api import reward_sets, train
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import DataConfig, RewardConfig, RewardWorkersConfig, SourceConfig, TokenizerConfig
-from whet.config.sources import rewards_by_source
+from whet.config.sources import rewards_by_source, verifiers
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, demonstration, eval_tasks
 from whet.data.tokenizer import load_tokenizer
@@ -343,6 +343,22 @@ def played(source, *texts):
         for i, text in enumerate(texts)
     ]  # fmt: skip
     return Group(task, tuple(made))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"task": "gcd"}, ("gcd",)),
+        ({"task": "composite", "datasets": [{"name": "gcd"}, {"name": "lcm"}]}, ("gcd", "lcm")),
+        ({"task": "composite", "datasets": [{"name": ["gcd"]}, "lcm", {}]}, ()),
+        ({"task": "composite", "datasets": 3}, ()),
+        ({}, ()),
+    ],
+)
+def test_the_verifiers_of_sources_are_found_and_what_names_none_is_left_to_the_source(arguments, names):
+    source = {"function": "reasoning_gym", "arguments": arguments}
+    values = {"model": {"scratch": "qwen3"}, "tokenizer": {"build": "chars"}, "data": {"train": [source]}}
+    assert verifiers([load(None, (), values).config]) == names
 
 
 def test_a_source_is_judged_by_its_own_rewards():

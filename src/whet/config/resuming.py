@@ -193,7 +193,12 @@ def _differences(old: Json, new: Json, at: At) -> Iterator[Change]:
             if name != "stages" and (inner := lookup((*at, name))) is not None:
                 default = _default(inner)
                 yield from _differences(old.get(name, default), new.get(name, default), (*at, name))
-    elif at in TABLES and isinstance(old, dict) and isinstance(new, dict) and old["name"] == new["name"]:
+    elif (
+        at in TABLES
+        and isinstance(old, dict)
+        and isinstance(new, dict)
+        and old.get("name") == new.get("name")
+    ):
         for name in dict.fromkeys([*new, *old]):
             if old.get(name) != new.get(name):
                 yield Change((*at, name), old.get(name), new.get(name), class_of((*map(str, at), name)))

@@ -25,7 +25,9 @@ from whet.config.schema import (
     SourceConfig,
 )
 from whet.config.sections.data import GENERATED, RANDOM_TOKENS, REASONING_GYM
+from whet.config.sizes import folder_shape
 from whet.tables import near
+from whet.types import ConfigError, Json
 
 PARTS = ("train", "eval", "demonstrations")
 
@@ -50,11 +52,14 @@ def rewards_by_source(data: DataConfig) -> dict[str, tuple[str, ...]]:
 def verifiers(stages: Sequence[Config]) -> tuple[str, ...]:
     """Names of the reasoning-gym datasets of all stages."""
     sources = [s for cfg in stages for part in PARTS for s in getattr(cfg.data, part)]
-    made = [s.arguments for s in sources if s.function == REASONING_GYM]
-    parts = [spec for one in made if one.get("task") == "composite" for spec in one.get("datasets", ())]
-    names = [one["task"] for one in made if one.get("task", "composite") != "composite"]
-    names += [spec["name"] for spec in parts if isinstance(spec, dict) and "name" in spec]
-    return tuple(dict.fromkeys(names))
+    names: list[Json] = []
+    for made in (s.arguments for s in sources if s.function == REASONING_GYM):
+        task, parts = made.get("task"), made.get("datasets")
+        if task != "composite":
+            names.append(task)
+        elif isinstance(parts, list):
+            names += [part.get("name") for part in parts if isinstance(part, dict)]
+    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
 def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -277,6 +282,11 @@ def _judge(at: str, reward: RewardConfig) -> Iterator[tuple[str, str]]:
             "OpenAI's interface), or model.path (a folder of a chat model, which runs here)",
         )
     if reward.model is not None:
+        try:
+            if (folder := Path(reward.model.path).expanduser()).is_dir():
+                folder_shape(folder, {})
+        except ConfigError as error:
+            yield f"{at}.model.path", str(error).removeprefix("model.path: ")
         if server:
             yield (
                 f"{at}.arguments.{server[0]}",
