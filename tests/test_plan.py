@@ -405,6 +405,16 @@ def test_all_problems_stand_in_one_message_with_their_lines(tmp_path):
         assert [place, key] in found
 
 
+def test_all_contradictions_of_an_algorithm_are_told_at_once_each_at_its_key() -> None:
+    wrong = ["algorithm.advantage_clip=[1.0, 0.0]", "algorithm.correction.reject=[{}, {low: 3.0, high: 1.0}]"]
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, wrong, BASE))
+    said = str(caught.value)
+    assert "algorithm.advantage_clip: 1.0 is above 0.0; give the lower bound first" in said
+    assert "algorithm.correction.reject[0]: has no bound" in said
+    assert "algorithm.correction.reject[1].low: 3.0 is above high=1.0" in said
+
+
 # ---------------------------------------------------------------- what has no effect
 
 
@@ -520,7 +530,8 @@ def test_problems_of_all_stages_are_told_once_and_of_one_by_its_name():
     ("stages", "said"),
     [
         ([{"name": "a", "train": {"steps": 1}}] * 2, "'a' is taken by an earlier stage"),
-        ([{"name": "../x", "train": {"steps": 1}}], "'../x' becomes a folder's name"),
+        ([{"name": "../x", "train": {"steps": 1}}], "'../x' becomes a part of names of files"),
+        ([{"name": "_warm", "train": {"steps": 1}}], "'_warm' becomes a part of names of files"),
         (
             [{"name": "a", "train": {"steps": 1}, "rollout": {"engine": "hf"}}],
             "one engine serves the whole run",

@@ -245,16 +245,23 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "train.parallel.separate_ranks": [
         ("algorithm.kl={coef: 0.1, estimator: full}", "train.parallel.separate_ranks=[reference]"),
         ("algorithm.kl.coef=0.1", "train.parallel={dp_shard: -1, separate_ranks: [reference]}"),
+        ("train.parallel.separate_ranks=[critic]",),
+        ("train.parallel.separate_ranks=[reference]",),
     ],
     "train.offload": [
         (ZERO, "train.offload=[reference]"),
         ("train.offload=[policy]",),
+        ("train.offload=[critic]",),
+        ("train.offload=[reference]",),
         ("algorithm.kl={coef: 0.1, estimator: full}", "train.offload=[reference]"),
     ],
     "profile.tools": [
         ("profile={steps: [1], tools: []}",),
         ("profile={steps: [1], tools: [torch, nsys]}",),
+        ("machine.device=cpu", "profile={steps: [1], tools: [memory]}"),
     ],
+    "checkpoint.save_contents": [("checkpoint.save_contents=[optimizer]",)],
+    "checkpoint.load_contents": [("checkpoint.load_contents=[optimizer]",)],
     "train.parallel.dp_replicate": [(ZERO, "train.parallel.dp_replicate=2")],
     "train.parallel.tp": [(ZERO, "train.parallel.tp=2")],
     "train.parallel.pp": [(ZERO, "train.parallel.pp=2")],

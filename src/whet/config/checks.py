@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path as File
@@ -31,8 +30,8 @@ from whet.config.evaluation import (
 from whet.config.functions import ORDERS, PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
-from whet.config.recipes import ELSEWHERE, RECIPES, Resolved, resolve, settings_problems
-from whet.config.schema import AlgorithmConfig, Config
+from whet.config.recipes import ELSEWHERE, Problem, Resolved, examined
+from whet.config.schema import Config
 from whet.config.sizes import shape
 from whet.config.sources import (
     order_of,
@@ -45,20 +44,18 @@ from whet.config.tree import STAGE_SECTIONS, get, leaves
 from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
 
-Problem = tuple[str, str]
-"""(key, what is wrong with it)."""
 PRIORITY = "buffer.replay.priority"
 
 
 def consequences(cfg: Config) -> Iterator[Problem]:
     """What a user should know of the config of one stage: (key, note)."""
-    algorithm, _ = _algorithm(cfg.algorithm)
+    algorithm, _ = examined(cfg.algorithm)
     return rules.notes(cfg, algorithm) if algorithm is not None else iter(())
 
 
 def hard_problems(cfg: Config) -> list[Problem]:
     """All problems of the config of one stage."""
-    algorithm, problems = _algorithm(cfg.algorithm)
+    algorithm, problems = examined(cfg.algorithm)
     problems += rules.refused(cfg, algorithm)
     problems += [
         *_structure(cfg),
@@ -74,7 +71,6 @@ def hard_problems(cfg: Config) -> list[Problem]:
     ]
     if algorithm is not None:
         problems += [*_rewards(cfg, algorithm), *groups.problems(cfg, algorithm)]
-        problems += checks_parallel.placement(cfg, algorithm)
     return problems
 
 
@@ -90,19 +86,6 @@ def _priority(cfg: Config) -> Iterator[Problem]:
         )
     made = chosen(replay.priority, PRIORITIES, own)
     yield from setting_problems(PRIORITY, made, PRIORITIES)
-
-
-def _algorithm(cfg: AlgorithmConfig) -> tuple[Resolved | None, list[Problem]]:
-    """The algorithm; if its keys contradict each other, the recipe alone, so that other checks can continue."""
-    try:
-        return resolve(cfg), []
-    except ConfigError as e:
-        at = re.match(r"algorithm[.\w]*", str(e))
-        text = str(e)[at.end() :].lstrip(":= ") if at else str(e)
-        recipe = resolve(AlgorithmConfig(name=cfg.name)) if cfg.name in RECIPES else None
-        if recipe and (wrong := list(settings_problems(cfg))):
-            return recipe, wrong
-        return recipe, [(at[0] if at else "algorithm", text.rstrip("."))]
 
 
 # ---------------------------------------------------------------- problems
@@ -251,7 +234,7 @@ _Idle = tuple[list[str], str, bool]
 
 def _idle(cfg: Config) -> Iterator[_Idle]:
     """The keys that nothing reads in one stage; none where the keys of the algorithm contradict each other."""
-    algorithm, problems = _algorithm(cfg.algorithm)
+    algorithm, problems = examined(cfg.algorithm)
     if algorithm is not None and not problems:
         yield from ((key.split("."), why, passes) for key, why, passes in rules.unused(cfg, algorithm))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whet.config.hardware import cuda_count
-from whet.config.recipes import Resolved
 from whet.config.schema import Config, ParallelConfig
 from whet.config.sizes import shape
 
@@ -42,6 +41,8 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of train.parallel in one stage's config."""
     p, train = cfg.train.parallel, cfg.train
     yield from _sizes(cfg)
+    if twice := [name for n, name in enumerate(p.separate_ranks) if name in p.separate_ranks[:n]]:
+        yield "train.parallel.separate_ranks", f"{twice[0]} is listed twice; list it once"
     if (
         ranks_of(p)
         and cfg.profile.steps
@@ -95,17 +96,6 @@ def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{p.ep} does not divide the model's {model.experts} experts; "
             + ("choose another ep" if model.experts else "set it to 1"),
         )
-
-
-def placement(cfg: Config, algorithm: Resolved) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of models with separate ranks."""
-    key, apart = "train.parallel.separate_ranks", cfg.train.parallel.separate_ranks
-    there = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
-    for name in sorted(set(apart)):
-        if not there[name]:
-            yield key, f"{name}: this stage has no {name} (algorithm.name={algorithm.name}); leave it out"
-    if len(set(apart)) < len(apart):
-        yield key, f"{max(apart, key=apart.count)} is listed twice; list it once"
 
 
 def _left(cfg: Config) -> Iterator[tuple[str, str]]:

@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 from whet.config.derived import Plan
-
-Problem = tuple[str, str]
+from whet.config.recipes import Problem
 
 
 def misfits(plan: Plan) -> Iterator[Problem]:
@@ -16,13 +15,6 @@ def misfits(plan: Plan) -> Iterator[Problem]:
     train, p = plan.train, plan.train.precision
     if train.offload and plan.device == "cpu":
         yield "train.offload", "frees memory of a GPU, but this stage trains on the CPU; leave it out"
-    there = {"critic": plan.needs_critic, "reference": plan.needs_reference}
-    for name, used in there.items():
-        if name in train.offload and not used:
-            yield (
-                "train.offload",
-                f"{name}: this stage has no {name} (algorithm.name={plan.algorithm.name}); leave it out",
-            )
     if p.compute and plan.dtype != "float32":
         yield (
             "train.precision.compute",

@@ -10,7 +10,7 @@ from pathlib import Path
 from whet.config import deepspeed
 from whet.config.engines import SERVED, TRAIN_ENGINES, unknown_engine
 from whet.config.recipes import resolve
-from whet.config.schema import Config, ProfileConfig
+from whet.config.schema import Config
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
 from whet.config.trackers import TRACKERS, TrackerRow
 from whet.config.tree import leaves
@@ -52,7 +52,6 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             "train.engine=deepspeed",
         )
     yield from _trackers(cfg)
-    yield from _profile(cfg)
     yield from _apart(cfg)
     for name, value in cfg.reward_workers.env.items():
         if value == MASK:
@@ -78,13 +77,6 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _checkpoint(cfg: Config) -> Iterator[tuple[str, str]]:
     c = cfg.checkpoint
-    for key, parts in (("save_contents", c.save_contents), ("load_contents", c.load_contents)):
-        if "model" not in parts:
-            yield (
-                f"checkpoint.{key}",
-                f"{list(parts)} has no model, without which no run can resume; add it (with checkpoint.interval=0 a "
-                "run writes a checkpoint only at its end)",
-            )
     for key in ("upload_to", "upload_exports_to"):
         for url in getattr(c, key):
             if not is_remote(url):
@@ -103,19 +95,6 @@ def _remote_paths(cfg: Config) -> Iterator[tuple[str, str]]:
         names = [part for part in at if isinstance(part, str)]
         if names and names[-1] == "path" and isinstance(value, str):
             yield from ((".".join(map(str, at)), said) for said in url_problems(value))
-
-
-NEEDS_CUDA = "memory snapshots and nsys ranges need CUDA; use tools=[torch]"
-
-
-def needs_cuda(cfg: ProfileConfig) -> list[str]:
-    """The tools that need CUDA."""
-    return [tool for tool in cfg.tools if tool in ("memory", "nsys")]
-
-
-def _profile(cfg: Config) -> Iterator[tuple[str, str]]:
-    if cfg.machine.device == "cpu" and (wanting := needs_cuda(cfg.profile)):
-        yield "profile.tools", f"{', '.join(wanting)}: {NEEDS_CUDA}; machine.device is cpu"
 
 
 def folders(cfg: Config) -> dict[str, str]:

@@ -6,13 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from whet.config.recipes import Resolved
+from whet.config.recipes import Problem, Resolved
 from whet.config.schedules import warmup_steps
 from whet.config.schema import Config, LoraConfig, ScheduleConfig, TrainConfig
 from whet.config.urls import is_remote
-
-Said = tuple[str, str]
-"""(key, what is wrong with it)."""
 
 READS = {
     "constant": (),
@@ -24,7 +21,7 @@ READS = {
 """The keys that each type of schedule reads in addition to the warm-up and its length."""
 
 
-def train_problems(cfg: Config, algorithm: Resolved | None) -> Iterator[Said]:
+def train_problems(cfg: Config, algorithm: Resolved | None) -> Iterator[Problem]:
     """Problems of `train` and of the settings of the critic. algorithm: None where it is not known."""
     train = cfg.train
     rollouts = cfg.rollout.group_size if algorithm and cuts_groups(algorithm) else 1
@@ -43,7 +40,7 @@ def cuts_groups(algorithm: Resolved) -> bool:
     return algorithm.kind == "online" and not whole
 
 
-def _minibatches(key: str, wanted: int, train: TrainConfig, rollouts: int) -> Iterator[Said]:
+def _minibatches(key: str, wanted: int, train: TrainConfig, rollouts: int) -> Iterator[Problem]:
     tasks = train.tasks_per_step
     if tasks * rollouts % wanted:
         parts = _nearest(wanted, lambda m: tasks % m == 0)
@@ -56,7 +53,7 @@ def _minibatches(key: str, wanted: int, train: TrainConfig, rollouts: int) -> It
         )
 
 
-def _schedule(s: ScheduleConfig, at: str) -> Iterator[Said]:
+def _schedule(s: ScheduleConfig, at: str) -> Iterator[Problem]:
     if not s.total_steps or s.decay_steps is None or s.decay_steps < 1:
         return
     warmup = warmup_steps(s, s.total_steps)
@@ -75,7 +72,7 @@ def _nearest(wanted: int, works: Callable[[int], bool]) -> str:
     return " or ".join(str(n) for n in (below, above) if n is not None)
 
 
-def _parameter_problems(cfg: Config) -> Iterator[Said]:
+def _parameter_problems(cfg: Config) -> Iterator[Problem]:
     """Problems of the keys that select trained parameters: adapters, patterns of names, optimizer groups."""
     for at, lora in (("model.lora", cfg.model.lora), ("critic.lora", cfg.critic.lora)):
         if lora is not None:
@@ -85,7 +82,7 @@ def _parameter_problems(cfg: Config) -> Iterator[Said]:
         yield from _patterns(f"{at}.optimizer.param_groups", optimizer.param_groups)
 
 
-def _lora(at: str, lora: LoraConfig) -> Iterator[Said]:
+def _lora(at: str, lora: LoraConfig) -> Iterator[Problem]:
     if lora.targets in ("", ()):
         yield f"{at}.targets", "is empty; give all-linear, names of layers or a regular expression"
     if isinstance(lora.targets, str):
@@ -102,7 +99,7 @@ def _lora(at: str, lora: LoraConfig) -> Iterator[Said]:
         )
 
 
-def _patterns(key: str, patterns: Iterable[str]) -> Iterator[Said]:
+def _patterns(key: str, patterns: Iterable[str]) -> Iterator[Problem]:
     for pattern in patterns:
         try:
             re.compile(pattern)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -40,6 +39,7 @@ from whet.config.load import Loaded, stage_configs, stage_names
 from whet.config.recipes import resolve
 from whet.config.schema import Config, TrainConfig
 from whet.config.sizes import DTYPE_BYTES, parameters_in, shape
+from whet.config.tree import STAGE
 from whet.config.urls import hub_hint
 from whet.types import ConfigError
 
@@ -141,12 +141,16 @@ def _problems(config: Config, stages: Sequence[Config], *, here: bool) -> Iterat
         key = f"stages[{n}].name"
         if name in names[:n]:
             yield key, f"{key}: '{name}' is taken by an earlier stage"
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            yield key, f"{key}: '{name}' becomes a folder's name: only letters, digits, _ . and - are safe"
-        for name in ("engine", "replicas", "quantization"):
-            if getattr(stages[n].rollout, name) != getattr(config.rollout, name):
-                key = f"stages[{n}].rollout.{name}"
-                yield key, f"{key}: one engine serves the whole run; set rollout.{name} at the top level"
+        if not STAGE.fullmatch(name):
+            yield (
+                key,
+                f"{key}: '{name}' becomes a part of names of files: use letters of ASCII, digits, _ . and - only, a "
+                "letter or digit first",
+            )
+        for shared in ("engine", "replicas", "quantization"):
+            if getattr(stages[n].rollout, shared) != getattr(config.rollout, shared):
+                key = f"stages[{n}].rollout.{shared}"
+                yield key, f"{key}: one engine serves the whole run; set rollout.{shared} at the top level"
     tree = config.model_dump(mode="json", exclude_unset=True)
     for path, text in unused(tree, stages):
         yield dotted(path), f"{named(path, tree)}: {text}"

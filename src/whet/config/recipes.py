@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from whet.config import correction
 from whet.config.chosen import Chosen, chosen, setting_problems
 from whet.config.conditions import value_at
-from whet.config.correction import check_correction
 from whet.config.functions import ADVANTAGES, LOSSES, Kind, LossEntry, Need
 from whet.config.keys import TABLES, Path
 from whet.config.recipe_table import RECIPES, Recipe
@@ -28,6 +28,9 @@ from whet.types import ConfigError, Json
 
 FUNCTIONS = {".".join(map(str, path)): table for path, table in TABLES.items()}
 """What each key that holds a name may name."""
+
+Problem = tuple[str, str]
+"""(key, what is wrong with it)."""
 
 __all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "choices", "kind_of", "resolve"]
 
@@ -112,16 +115,33 @@ class Resolved:
 
 def resolve(cfg: AlgorithmConfig) -> Resolved:
     """The recipe with the user's keys put over it. ConfigError for unknown names and for what cannot work."""
+    found, problems = examined(cfg)
+    for key, said in problems:
+        raise ConfigError(f"{key}: {said}")
+    assert found is not None
+    return found
+
+
+def examined(cfg: AlgorithmConfig) -> tuple[Resolved | None, list[Problem]]:
+    """The algorithm, and what is wrong with it. Where its keys contradict each other it is the recipe alone, so that
+    other checks can continue; None where its name is not known."""
     if cfg.name not in RECIPES:
-        raise ConfigError(f"algorithm.name: {not_known(cfg.name, RECIPES)}")
-    recipe = RECIPES[cfg.name]
+        return None, [("algorithm.name", not_known(cfg.name, RECIPES))]
+    found, problems = None, list(settings_problems(cfg))
+    if not problems:
+        found = _put_together(cfg, RECIPES[cfg.name])
+        problems = list(_contradictions(cfg, found))
+    alone = AlgorithmConfig(name=cfg.name)
+    return (_put_together(alone, RECIPES[cfg.name]) if problems else found), problems
+
+
+def _put_together(cfg: AlgorithmConfig, recipe: Recipe) -> Resolved:
+    """The recipe with the user's keys put over it."""
 
     def pick(key: str) -> object:
         mine = getattr(cfg, key)
         return getattr(recipe, key) if mine is None else mine
 
-    for key, said in settings_problems(cfg):
-        raise ConfigError(f"{key}: {said}")
     settings = _parts(cfg, recipe)
     advantage = ADVANTAGES[recipe.advantage if settings["advantage"].is_own else settings["advantage"].name]
     loss = LOSSES[recipe.loss if settings["loss"].is_own else settings["loss"].name]
@@ -154,11 +174,7 @@ def resolve(cfg: AlgorithmConfig) -> Resolved:
         "source": recipe.source,
         "note": recipe.note,
     }
-    resolved = Resolved(**{**as_given, **found})
-    _check_parts(cfg, resolved)
-    weight = settings.get("correction.weight")
-    check_correction(cfg.correction, weight.settings if weight else {}, old_logprobs=cfg.old_logprobs)
-    return resolved
+    return Resolved(**{**as_given, **found})
 
 
 def _aggregation(loss: LossEntry, picked: str) -> str:
@@ -276,7 +292,7 @@ def _placed(tree: Json, path: Path, value: Json) -> Json:
     return {**tree, path[0]: inner}
 
 
-def settings_problems(cfg: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+def settings_problems(cfg: AlgorithmConfig) -> Iterator[Problem]:
     """(key, what is wrong with it) of the names of parts and of their settings."""
     for part, made in _parts(cfg, RECIPES[cfg.name]).items():
         table = FUNCTIONS[f"algorithm.{part}"]
@@ -295,51 +311,57 @@ def _term_needs(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> frozens
     return frozenset(needs)
 
 
-def _check_parts(cfg: AlgorithmConfig, r: Resolved) -> None:
-    """Refuse parts that cannot work together."""
+def _contradictions(cfg: AlgorithmConfig, r: Resolved) -> Iterator[Problem]:
+    """(key, what is wrong with it) of parts that cannot work together."""
     wants = LOSSES[r.loss].kind if r.loss in LOSSES else r.kind
     if wants != r.kind:
         names = ", ".join(sorted(n for n, recipe in RECIPES.items() if recipe.kind == wants))
-        raise ConfigError(
-            f"algorithm.loss={r.loss!r} learns from {wants} data, but algorithm.name={r.name!r} gives it "
-            f"{r.kind} data: set algorithm.name to one of {names}, or choose another loss."
+        yield (
+            "algorithm.loss",
+            f"{r.loss!r} learns from {wants} data, but algorithm.name={r.name!r} gives it {r.kind} data: set "
+            f"algorithm.name to one of {names}, or choose another loss",
         )
     if r.loss_agg_mode == "pair-mean" and not r.pairs:
-        raise ConfigError(
-            f"algorithm.loss={r.loss!r} is not a loss on pairs, but algorithm.name={r.name!r} averages over pairs: "
-            "give algorithm.loss_agg_mode, or take another algorithm.name."
+        yield (
+            "algorithm.loss",
+            f"{r.loss!r} is not a loss on pairs, but algorithm.name={r.name!r} averages over pairs: give "
+            "algorithm.loss_agg_mode, or take another algorithm.name",
         )
     schedule = r.settings.get("mix.mu_schedule")
     if r.mix is not None and r.mix.mu == 0 and not (schedule and schedule.settings["valley"]):
-        raise ConfigError("algorithm.mix.mu=0: the demonstrations would have no weight; set it above 0.")
+        yield "algorithm.mix.mu", "0: the demonstrations would have no weight; set it above 0"
     low, high = r.advantage_clip
     if r.kind == "online" and low is not None and high is not None and low > high:
-        raise ConfigError(f"algorithm.advantage_clip: {low} is above {high}; give the lower bound first.")
+        yield "algorithm.advantage_clip", f"{low} is above {high}; give the lower bound first"
     control = r.settings.get("entropy_control")
     if control is not None and control.settings["min"] > control.settings["max"]:
-        raise ConfigError(
-            f"algorithm.entropy_control.min: {control.settings['min']} is above max={control.settings['max']}; lower "
-            "it, or raise max"
+        yield (
+            "algorithm.entropy_control.min",
+            f"{control.settings['min']} is above max={control.settings['max']}; lower it, or raise max",
         )
     given = r.settings["advantage"].settings
     if r.advantage == "gdpo" and given["part_weights"] and len(given["part_weights"]) != len(given["parts"]):
-        raise ConfigError(
-            f"algorithm.advantage.part_weights: got {len(given['part_weights'])} weights for {len(given['parts'])} "
-            "parts; give one for each"
+        yield (
+            "algorithm.advantage.part_weights",
+            f"got {len(given['part_weights'])} weights for {len(given['parts'])} parts; give one for each",
         )
     if r.reprompt is not None:
-        _check_reprompt(r.reprompt)
+        yield from _template_problems(r.reprompt)
     settings = r.settings["loss"].settings
     if "pair_loss" in settings:
-        _check_pair_losses(settings)
+        yield from _pair_problems(settings)
     if settings.get("rec_regularizer", "none") != "none" and settings["rec_regularizer_coef"] == 0:
-        raise ConfigError(
-            f"algorithm.loss.rec_regularizer={settings['rec_regularizer']} adds nothing at rec_regularizer_coef=0: "
-            "give one above 0."
+        yield (
+            "algorithm.loss.rec_regularizer",
+            f"{settings['rec_regularizer']} adds nothing at rec_regularizer_coef=0: give one above 0",
         )
+    weight = r.settings.get("correction.weight")
+    yield from correction.problems(
+        cfg.correction, weight.settings if weight else {}, old_logprobs=cfg.old_logprobs
+    )
 
 
-def _check_reprompt(given: RepromptConfig) -> None:
+def _template_problems(given: RepromptConfig) -> Iterator[Problem]:
     """Every template must have its places, or what it should show would be left out."""
     places = {
         "template": ["{prompt}", "{solution}"] + ["{feedback}"] * (given.feedback is not None),
@@ -348,23 +370,23 @@ def _check_reprompt(given: RepromptConfig) -> None:
     }
     for name, wanted in places.items():
         if lacks := [place for place in wanted if place not in getattr(given, name)]:
-            raise ConfigError(
-                f"algorithm.reprompt.{name}: got a text without {lacks[0]}, so the teacher would not be shown it: add "
-                f"{lacks[0]}."
+            yield (
+                f"algorithm.reprompt.{name}",
+                f"got a text without {lacks[0]}, so the teacher would not be shown it: add {lacks[0]}",
             )
 
 
-def _check_pair_losses(given: Mapping[str, Any]) -> None:
+def _pair_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
     names, weights = given["pair_loss"], given["pair_weights"]
     if not names:
-        raise ConfigError("algorithm.loss.pair_loss is empty: name at least one loss, e.g. sigmoid.")
+        yield "algorithm.loss.pair_loss", "is empty: name at least one loss, e.g. sigmoid"
     if weights and len(weights) != len(names):
-        raise ConfigError(
-            f"algorithm.loss.pair_weights: got {len(weights)} weights for {len(names)} losses of pair_loss; "
-            "give one for each"
+        yield (
+            "algorithm.loss.pair_weights",
+            f"got {len(weights)} weights for {len(names)} losses of pair_loss; give one for each",
         )
     if "exo" in names and given["label_smoothing"] == 0:
-        raise ConfigError(
-            "algorithm.loss.pair_loss=exo takes the logarithm of label_smoothing, which is 0: set it above 0, e.g. "
-            "1e-3."
+        yield (
+            "algorithm.loss.pair_loss",
+            "exo takes the logarithm of label_smoothing, which is 0: set it above 0, e.g. 1e-3",
         )

@@ -31,8 +31,8 @@ def rows_of_split(text: str, key: str) -> dict[str, Json]:
             f"{key}: {shown(text)} is coming, not built yet; today: NAME, NAME[:100], NAME[5%:10%], NAME[-20%:], "
             "NAME[-100:], A+B"
         )
-    alike = last is not None and (first < 0) == (last < 0)  # counted from the same end
-    if (alike and last <= first) or (is_share and max(first, last or 0) > 100):
+    backwards = last is not None and last <= first and (first < 0) == (last < 0)
+    if backwards or (is_share and max(first, last or 0) > 100):
         raise ConfigError(
             f"{key}: {shown(text)} takes no rows, or more than there are; give the lower end first"
         )

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction
 
-from whet.config.checks_run import NEEDS_CUDA, needs_cuda
 from whet.config.schema import ProfileConfig
 from whet.types import ConfigError
 
@@ -34,8 +33,12 @@ class Profiler:
     ) -> None:
         """tell: asks the ranks of train.parallel, those that profile.ranks names record the same steps. Errors:
         ConfigError for tools that need CUDA where there is none."""
-        if cfg.steps and device.type != "cuda" and (tools := needs_cuda(cfg)):
-            raise ConfigError(f"profile.tools: {', '.join(tools)}: {NEEDS_CUDA}; the run is on {device.type}")
+        tools = [tool for tool in cfg.tools if tool in ("memory", "nsys")]
+        if cfg.steps and device.type != "cuda" and tools:
+            raise ConfigError(
+                f"profile.tools: {', '.join(tools)}: memory snapshots and nsys ranges need CUDA; use tools=[torch]; "
+                f"the run is on {device.type}"
+            )
         self.cfg, self.folder, self.stage, self.device = cfg, folder, stage, device
         self.steps = frozenset(cfg.steps)
         self._torch: torch.profiler.profile | None = None
