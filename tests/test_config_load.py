@@ -562,6 +562,11 @@ def test_stages_of_a_config_made_in_python():
         ),
         ("train: {optimizer: 3}", "train.optimizer: got 3, expected a section (keys: lr, "),
         ("train: 3", "train: got 3, expected a section"),
+        ("reward_workers: {env: {A: 1}}", "reward_workers.env.A: got 1, expected text"),
+        ("train: {trainable: {lm_head: 3}}", "train.trainable.lm_head: got 3, expected true or false"),
+        ("train: {trainable: 3}", "train.trainable: got 3, expected names, each with true or false"),
+        ("eval: {reward: {a: x}}", "eval.reward: got"),
+        ("track: {arguments: {wandb: 3}}", "track.arguments.wandb: got 3, expected a section of any keys"),
         (
             "eval: {at_start: yes}",
             'eval.at_start: got "yes", expected true or false (evaluate before the first step); '

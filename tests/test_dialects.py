@@ -725,10 +725,14 @@ def test_a_file_is_read_as_the_version_that_has_its_keys(tmp_path, toy, monkeypa
     monkeypatch.setitem(versions.VERSIONS, "toy", RELEASES)
     monkeypatch.setitem(versions.DOCUMENTS, "toy", "1.0")
     old, new = [table_rows.VersionRange("", "2.0")], [table_rows.VersionRange("1.1", "")]
-    assert versions.best([], "toy") == "1.0", "nothing tells: the document's"
-    assert versions.best([[table_rows.VersionRange("", "")]], "toy") == "1.0"
-    assert versions.best([new], "toy") == "main"
-    assert versions.best([old, new], "toy") == "1.1", "the only one that has both"
+
+    def best(given):
+        return versions.first_of(versions.fitting(given, "toy"), "toy")
+
+    assert best([]) == "1.0", "nothing tells: the document's"
+    assert best([[table_rows.VersionRange("", "")]]) == "1.0"
+    assert best([new]) == "main"
+    assert best([old, new]) == "1.1", "the only one that has both"
     assert versions.version_named("toy", "1") == "1.1"
     with pytest.raises(ConfigError, match=r"toy@3: expected one of 1\.0, 1\.1, 2\.0, main"):
         versions.version_named("toy", "3")

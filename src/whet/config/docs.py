@@ -11,6 +11,7 @@ from whet.config.facts import NAMED
 from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, keys, settings_of
 from whet.config.rules import NOTED, REFUSED, UNUSED, Rule
 from whet.config.schema import Section
+from whet.dialects.report import cell
 
 INTRO = """\
 # Configuration
@@ -46,7 +47,7 @@ def markdown() -> str:
         if key.section and homes[key.section] == key.path:
             parts += [
                 f"{'#' * (1 + len(key.path))} `{dotted(_home(key))}`\n",
-                f"{_text(key.section.__doc__)}\n",
+                f"{cell(key.section.__doc__ or '')}\n",
             ]
             twins = [k for k in keys().values() if k.section is key.section and k.path != key.path]
             also = [f"`{dotted(_home(k))}`" for k in twins if k.path[-1] != "*"]
@@ -87,18 +88,18 @@ def _rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _read_when() -> str:
     rows = ((", ".join(f"`{key}`" for key in rule.keys), in_words(no(rule.when))) for rule in UNUSED)
-    return _rows(("keys", "read only when"), ([_text(said) for said in row] for row in rows))
+    return _rows(("keys", "read only when"), ([cell(said) for said in row] for row in rows))
 
 
 def _facts() -> str:
-    return _rows(("fact", "meaning"), ((f"`{name}`", _text(said)) for name, (said, _) in NAMED.items()))
+    return _rows(("fact", "meaning"), ((f"`{name}`", cell(said)) for name, (said, _) in NAMED.items()))
 
 
 def _of_rules(titles: Sequence[str], rules: Sequence[Rule]) -> str:
     return _rows(
         titles,
         (
-            (f"`{rule.keys[0]}`", _text(in_words(rule.when)), _text(rule.message.replace("{cfg.", "{")))
+            (f"`{rule.keys[0]}`", cell(in_words(rule.when)), cell(rule.message.replace("{cfg.", "{")))
             for rule in rules
         ),
     )
@@ -110,9 +111,9 @@ def _settings(path: Path) -> str:
         (
             f"`{name}`" if n == 0 else "",
             f"`{key.path[-1]}`",
-            _text(key.words),
-            f"`{_text(default_of(key))}`",
-            _text(key.description),
+            cell(key.words),
+            f"`{cell(default_of(key))}`",
+            cell(key.description),
         )
         for name, has in settings_of(path)
         for n, key in enumerate(has)
@@ -141,7 +142,7 @@ def _table(above: tuple[str, ...], homes: dict[type[Section], tuple[str, ...]]) 
     return _rows(
         ("key", "type", "default", "meaning"),
         (
-            (f"`{key.path[-1]}`", _type(key, homes), _text(_code(default_of(key))), _text(key.description))
+            (f"`{key.path[-1]}`", _type(key, homes), cell(_code(default_of(key))), cell(key.description))
             for key in inside
         ),
     )
@@ -153,17 +154,12 @@ def _code(default: str) -> str:
 
 def _type(key: Key, homes: dict[type[Section], tuple[str, ...]]) -> str:
     if key.section is None:
-        return _text(key.words)
+        return cell(key.words)
     home = homes[key.section]
     home = (*home, "*") if (*home, "*") in keys() else home
     anchor = "".join(c for c in dotted(home).lower() if c.isalnum() or c in "_-")
     what = "sections" if (*key.path, "*") in keys() else "section"
     return f"[{what}](#{anchor})"
-
-
-def _text(text: str | None) -> str:
-    """One line that a table cell can hold."""
-    return " ".join((text or "").split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

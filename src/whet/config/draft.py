@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from whet.config.faults import faults, named, shown
 from whet.config.interpolate import interpolate
-from whet.config.keys import TABLES, Path, did_you_mean, dotted, lookup
+from whet.config.keys import TABLES, Path, did_you_mean, dotted, is_open, lookup
 from whet.config.parse import parse_override
 from whet.config.schema import Config
 from whet.config.shorthand import expanded
-from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree
+from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree, without
 from whet.types import Json
 
 _PLACE = re.compile(r"path|run_dir|resume|chat_template|tokenizer")
@@ -80,7 +80,7 @@ class Draft:
             )
             self.problems.append((source, said))
             return
-        self.tree = _without(self.tree, path)
+        self.tree = without(self.tree, {path})
         self.origins = {at: s for at, s in self.origins.items() if at[: len(path)] != path}
 
     def _closed(self, path: Path) -> str:
@@ -198,7 +198,7 @@ def _unknown(path: Path) -> Path:
         key = lookup(path[:n])
         if key is None:
             return path[:n]
-        if key.words.endswith("a section of any keys"):
+        if is_open(key.annotation):
             return ()
     return ()
 
@@ -225,16 +225,6 @@ def _no_override(key: str) -> str:
         hint = did_you_mean(path_of(name, ()))
         return f"no such option (--help lists them); for a setting, {expected}{hint}"
     return expected
-
-
-def _without(tree: Json, path: Path) -> Json:
-    """A copy of the tree without what stands at a path."""
-    if isinstance(tree, list):
-        kept = [_without(v, path[1:]) if n == path[0] and path[1:] else v for n, v in enumerate(tree)]
-        return [v for n, v in enumerate(kept) if path[1:] or n != path[0]]
-    if len(path) == 1:
-        return {k: v for k, v in tree.items() if k != path[0]}
-    return {k: _without(v, path[1:]) if k == path[0] else v for k, v in tree.items()}
 
 
 def _in_base(at: Path) -> Path:

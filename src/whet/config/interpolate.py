@@ -234,18 +234,6 @@ def _size(node: Any) -> int:
     return 1 + (len(inside) // 100 if isinstance(inside, str) else 0)
 
 
-def _readable(value: Json, path: Path, wrong: dict[Path, str]) -> Any:
-    """The tree without texts that OmegaConf cannot parse: one such text would make all of it unreadable."""
-    if isinstance(value, dict):
-        return {k: _readable(v, (*path, k), wrong) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_readable(v, (*path, n), wrong) for n, v in enumerate(value)]
-    if isinstance(value, str) and "${" in value and (said := _unreadable(value)):
-        wrong[path] = said
-        return None
-    return value
-
-
 @lru_cache(maxsize=1024)
 def _unreadable(text: str) -> str:
     """Why OmegaConf cannot parse a text, or ''."""

@@ -158,6 +158,10 @@ def lookup(path: Iterable[str | int]) -> Key | None:
             found = (*found, part)
         elif found in keys() and part in entries(keys()[found]) and parts[-1] is part:
             return replace(keys()[found], path=parts, annotation=str, default=None)
+        elif found in keys() and _is_typed(keys()[found]) and parts[-1] is part:
+            return replace(
+                keys()[found], path=parts, annotation=get_args(keys()[found].annotation)[1], default=None
+            )
         elif (*found, "*") in keys() and (part.isdecimal() or not is_list(keys()[found])):
             found = (*found, "*")
         else:
@@ -169,6 +173,20 @@ def entries(key: Key) -> tuple[str, ...]:
     """The names that a table of texts may have, where they are fixed."""
     names = get_args(key.annotation)[:1] if get_origin(key.annotation) is dict else ()
     return get_args(names[0]) if names and get_origin(names[0]) is Literal else ()
+
+
+def is_open(annotation: Any) -> bool:
+    """Whether a type, or one of several, is a table of values by any names."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return get_origin(arguments[0]) is not Literal and _inner(annotation)[0] is None
+    return get_origin(annotation) in (Annotated, Union, types.UnionType) and any(map(is_open, arguments))
+
+
+def _is_typed(key: Key) -> bool:
+    """Whether a key holds such a table alone, whose values are all of one type."""
+    is_table = get_origin(key.annotation) is dict and is_open(key.annotation)
+    return is_table and get_args(key.annotation)[1] is not Any
 
 
 def is_list(key: Key) -> bool:
@@ -223,7 +241,8 @@ def words(annotation: Any) -> str:
         inner = _inner(annotation)[0]
         if get_origin(arguments[0]) is Literal:
             return f"a table (keys: {', '.join(get_args(arguments[0]))})"
-        return f"names, each with {words(inner)}" if inner else "a section of any keys"
+        one = inner or arguments[1]
+        return "a section of any keys" if one is Any else f"names, each with {words(one)}"
     return _PLAIN[annotation]
 
 

@@ -25,7 +25,7 @@ from whet.config.keys import Path as At
 from whet.config.recipes import with_settings
 from whet.config.schema import AlgorithmConfig, Config, Section
 from whet.config.secrets import MASK, dump, hidden
-from whet.config.tree import get, stage_names, stage_tree
+from whet.config.tree import get, stage_names, stage_tree, without
 from whet.secrets import REDACTED, may_be_masked, parts, redact_tree
 from whet.types import CheckpointError, Json
 
@@ -116,13 +116,9 @@ def fingerprint(cfg: Config) -> Json:
 
 def played_by(printed: Json) -> Json:
     """A fingerprint without keys that may change on resume: equal values mean equal rollouts."""
-    return _without(printed, {tuple(key.split(".")) for key in FREE_WHERE}, ())
-
-
-def _without(tree: Json, keys: set[tuple[str, ...]], at: At) -> Json:
-    if not isinstance(tree, dict):
-        return [_without(each, keys, ()) for each in tree] if at == ("stages",) else tree
-    return {k: _without(v, keys, (*at, k)) for k, v in tree.items() if (*at, k) not in keys}
+    free = [tuple(key.split(".")) for key in FREE_WHERE]
+    stages = range(len(printed.get("stages") or ()))
+    return without(printed, {*free, *(("stages", n, *path) for n in stages for path in free)})
 
 
 def _kept(tree: Json, at: At) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -71,6 +71,15 @@ def with_values(tree: Json, values: Mapping[Path, Json], path: Path = ()) -> Any
         return {k: with_values(v, values, (*path, k)) for k, v in tree.items()}
     if isinstance(tree, list):
         return [with_values(v, values, (*path, n)) for n, v in enumerate(tree)]
+    return tree
+
+
+def without(tree: Json, paths: Collection[Path], at: Path = ()) -> Any:
+    """The tree without the values at some paths. at: where it stands."""
+    if isinstance(tree, dict):
+        return {k: without(v, paths, (*at, k)) for k, v in tree.items() if (*at, k) not in paths}
+    if isinstance(tree, list):
+        return [without(v, paths, (*at, n)) for n, v in enumerate(tree) if (*at, n) not in paths]
     return tree
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from whet.config.keys import Path
 from whet.config.load import Loaded
 from whet.config.parse import parse
+from whet.config.tree import origin
 from whet.types import Json
 
 _PLAIN = re.compile(r"[A-Za-z_./~$\\(][\w ./~$\\{}()@+=-]*")
@@ -55,8 +56,7 @@ def _entry(value: Json, path: Path, origins: Mapping[Path, str]) -> Iterator[tup
 
 def _place(path: Path, origins: Mapping[Path, str]) -> str:
     """Where a value was given, on one line."""
-    here = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), "")
-    return " ".join(here.split())
+    return " ".join(origin(origins, path).split())
 
 
 def scalar(value: Json) -> str:

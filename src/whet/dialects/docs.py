@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import get_args
 
 from whet.config.faults import shown
-from whet.dialects.listing import differing, span
+from whet.dialects.listing import differing
 from whet.dialects.report import cell
 from whet.dialects.row import BaseDefault, Row, Status, aliases, base_defaults, unbuilt
 from whet.dialects.tables import TABLES, every_line
-from whet.dialects.versions import DOCUMENTS, VERSIONS
+from whet.dialects.versions import DOCUMENTS, VERSIONS, span
 
 PAGES = {
     "from_verl.md": (

@@ -13,7 +13,7 @@ from whet.config.faults import shown
 from whet.config.keys import lookup
 from whet.config.parse import scalar
 from whet.config.urls import is_remote
-from whet.dialects.row import Row
+from whet.dialects.row import READ, Row
 from whet.types import Json
 
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "": False}
@@ -119,12 +119,12 @@ def understood(value: Json, row: Row, *, default: Json, nulls: Sequence[str]) ->
         return None, ""
     if isinstance(value, dict) and holds_one(row, default):
         return value, f"got {shown(value)}, expected one value, like {shown(default)}"
-    if row.type and _strict(row):
+    if row.type and row.status in READ:
         return _typed(value, row.type)
     is_section = isinstance(default, dict) and not row.key.endswith("*")  # else the value of an open name
-    if is_section and _strict(row) and value is None:
+    if is_section and row.status in READ and value is None:
         return default, ""  # as null in the place of several keys keeps their defaults
-    if is_section and _strict(row) and not isinstance(value, dict):
+    if is_section and row.status in READ and not isinstance(value, dict):
         return value, f"got {shown(value)}, expected a section of keys"
     if isinstance(default, bool):
         return _flag(value, row)
@@ -169,7 +169,7 @@ def _typed(value: Json, kind: str) -> tuple[Json, str]:
 def _flag(value: Json, row: Row) -> tuple[Json, str]:
     if isinstance(value, str) and value.lower() in _BOOLS:
         return _BOOLS[value.lower()], ""
-    if value is None or isinstance(value, bool) or not _strict(row) or _takes_more(row):
+    if value is None or isinstance(value, bool) or row.status not in READ or _takes_more(row):
         return value, ""
     return value, f"got {shown(value)}, expected true or false"
 
@@ -181,13 +181,9 @@ def _number(value: Json, row: Row) -> tuple[Json, str]:
         return value, str(e)
     if isinstance(read, int | float) and read is not True:
         return (0 if read is False else read), ""  # as Python counts it
-    if value is None or not _strict(row) or isinstance(value, list):
+    if value is None or row.status not in READ or isinstance(value, list):
         return value, ""
     return value, f"got {shown(value)}, expected a number"
-
-
-def _strict(row: Row) -> bool:
-    return row.status in ("mapped", "translated", "derived")
 
 
 def _takes_more(row: Row) -> bool:

@@ -6,7 +6,6 @@ The sizes are those of the file's machine. `here.fitted` makes them those of thi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from whet.config.faults import shown
@@ -84,19 +83,3 @@ def resharded(v: Values, key: str) -> bool:
             f"{key}={value}: resharding to another group is coming, not built yet; today: true, false"
         )
     raise ConfigError(f"{key}: got {shown(value)}, expected true or false")
-
-
-def like(
-    key: str, other: str, *, there: Callable[[Values], object]
-) -> Callable[[Values], Mapping[str, Json]]:
-    """A check that a model beside the policy, where there is one, is spread as the policy is."""
-
-    def check(v: Values) -> Mapping[str, Json]:
-        if there(v) and v[key] is not None and v[key] != v[other]:
-            raise NotSupportedYet(
-                f"{key}={shown(v[key])} beside {other}={shown(v[other])} is coming, not built yet: one way for all "
-                "models"
-            )
-        return {}
-
-    return check

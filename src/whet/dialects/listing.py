@@ -8,7 +8,7 @@ from typing import Any, get_args
 from whet.config.faults import shown
 from whet.dialects.row import Row, Status, differences, unbuilt
 from whet.dialects.tables import TABLES, every_line
-from whet.dialects.versions import meet
+from whet.dialects.versions import meet, span
 from whet.types import ConfigError
 
 
@@ -55,11 +55,6 @@ def differing(row: Row, system: str) -> str:
             when = f" ({span(each.since, each.until)})" if each.since or each.until else ""
             found.append(f" Differs{of}{when}: {each.reason}")
     return "".join(found)
-
-
-def span(since: str, until: str) -> str:
-    """The versions of a line in words; '' for all."""
-    return " ".join(f"{word} {at}" for word, at in (("since", since), ("until", until)) if at)
 
 
 def as_table(found: list[dict[str, Any]]) -> None:

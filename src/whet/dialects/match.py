@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from whet.config.keys import Path, distance, lookup
 from whet.dialects.kinds import holds_one
 from whet.dialects.row import Row
-from whet.dialects.tables import FILES, Dialect, Parts, dialect, joined, parts
+from whet.dialects.tables import FILES, OPEN, Dialect, Parts, dialect, joined, parts
 from whet.types import Json
 
 FARTHEST = 2
@@ -111,7 +111,7 @@ def meant(cut: Parts, of: Dialect) -> str:
     near = suggest(cut, of)
     if near:
         return f"; did you mean {' or '.join(near)}?" + elsewhere(cut, of)
-    known = [name for name in of.below.get(_known(cut, of), ()) if name not in ("[]", "<name>", "*")]
+    known = [name for name in of.below.get(_known(cut, of), ()) if name not in OPEN]
     return elsewhere(cut, of) or (f"; known here: {', '.join(known)}" if known else "")
 
 

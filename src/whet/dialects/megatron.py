@@ -13,8 +13,8 @@ BY_LAYER = ("aux_loss", "global_aux_loss")
 KINDS = (*BY_LAYER, "seq_aux_loss", "sinkhorn", "none")
 
 
-def router_terms(v: Values, at: str, *, unsaid: str = "none") -> Native:
-    """The load-balancing loss and the z-loss, from the section `at`. unsaid: the kind where the section names none.
+def router_terms(v: Values, at: str) -> Native:
+    """The load-balancing loss and the z-loss, from the section `at`.
 
     Megatron-LM adds each layer's terms over the tokens of a micro-batch and takes the mean over micro-batches and
     ranks; here they are taken over the tokens of the whole minibatch.
@@ -22,7 +22,7 @@ def router_terms(v: Values, at: str, *, unsaid: str = "none") -> Native:
     aux, z = (_coefficient(v, f"{at}.{name}") for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"))
     out: dict[str, Json] = {"train.router_z_loss_coef": z} if z else {}
     key = f"{at}.moe_router_load_balancing_type"
-    kind = v.get(key) or unsaid
+    kind = v.get(key) or "none"
     if kind not in KINDS:
         raise ConfigError(f"{key}: got {shown(kind)}, expected one of {', '.join(KINDS)}")
     if kind == "sinkhorn":

@@ -40,6 +40,9 @@ coming: its feature is not built. refused: never done here."""
 WRITES: tuple[Status, ...] = ("mapped", "translated")
 """Statuses of keys that native keys come from."""
 
+READ: tuple[Status, ...] = (*WRITES, "derived")
+"""Statuses of keys whose values mean something here, and so must be of their kind."""
+
 ALIAS = "alias"
 """The status of a line that is no row: another name of a key."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from whet.config.keys import Path
 from whet.config.parse import parse_override
-from whet.config.tree import leaves
+from whet.config.tree import get, leaves
 from whet.dialects.row import WRITES
 from whet.dialects.tables import Dialect
 from whet.types import Json
@@ -76,13 +77,13 @@ class Tree:
         for part in key.split("."):
             step = int(part) if isinstance(around, list) and part.isdecimal() else part
             path = (*path, step)
-            around = _inside(around, step)
+            around = get(around, (step,))
         return path
 
     def _put(self, path: Path, value: Json, source: str) -> None:
         around: Json = self.tree
         for n, part in enumerate(path[:-1]):
-            inner = _inside(around, part)
+            inner = get(around, (part,))
             if not isinstance(inner, dict | list) and not _set(around, part, inner := {}):
                 self.problems.append((source, f"there is no entry {part} in {'.'.join(map(str, path[:n]))}"))
                 return
@@ -111,16 +112,10 @@ def overridden(
     places: Sequence[str] = (),
 ) -> Tree:
     """A copy of the file's values with the overrides put over them. places: where each is written."""
-    copy = Tree(tree=_copied(dict(tree)), origins=dict(origins))
+    copy = Tree(tree=deepcopy(dict(tree)), origins=dict(origins))
     for text, place in zip_longest(overrides, places, fillvalue=""):
         copy.override(text, place)
     return copy
-
-
-def _inside(value: Json, part: str | int) -> Json:
-    if isinstance(value, list) and isinstance(part, int) and part < len(value):
-        return value[part]
-    return value.get(part) if isinstance(value, dict) and isinstance(part, str) else None
 
 
 def _set(around: Json, part: str | int, value: Json) -> bool:
@@ -133,15 +128,8 @@ def _set(around: Json, part: str | int, value: Json) -> bool:
 
 
 def _drop(tree: Json, path: Path) -> bool:
-    for part in path[:-1]:
-        tree = _inside(tree, part)
+    tree = get(tree, path[:-1])
     if not isinstance(tree, dict) or path[-1] not in tree:
         return False
     del tree[path[-1]]
     return True
-
-
-def _copied(value: Json) -> Json:
-    if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
-    return [_copied(v) for v in value] if isinstance(value, list) else value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from whet.config.tree import STAGE_SECTIONS, get
 from whet.dialects import row as table_rows
-from whet.dialects.row import Difference, Row, Status
+from whet.dialects.row import WRITES, Difference, Row, Status
 from whet.dialects.rules import Function, function
 from whet.dialects.versions import (
     DOCUMENTS,
@@ -18,6 +18,7 @@ from whet.dialects.versions import (
     covers,
     first_of,
     fitting,
+    span,
     version_named,
 )
 from whet.types import ConfigError, Json
@@ -173,7 +174,7 @@ class Dialect:
         """'since 0.7.0', 'until 0.6.0' for a key that this version has not; else ''."""
         if not self.version or covers(row, self.version, VERSIONS[self.system]):
             return ""
-        return " ".join(f"{word} {at}" for word, at in (("since", row.since), ("until", row.until)) if at)
+        return span(row.since, row.until)
 
     def row(self, key: str) -> Row | None:
         return self.by_parts.get(parts(key))
@@ -266,7 +267,7 @@ def dialect(name: str, version: str = "", base: str = "") -> Dialect:
 def _unread(row: Row, *, shared: tuple[str, ...]) -> Row:
     """The row of a key that another program reads. In a shared section it says what it says there, unless it feeds a
     native key: those that do so here have rows of their own."""
-    if row.key.startswith(shared) and row.status not in ("mapped", "translated"):
+    if row.key.startswith(shared) and row.status not in WRITES:
         return row
     return Row(
         key=row.key, since=row.since, until=row.until, type="any", status="derived", default=row.default,
@@ -286,7 +287,7 @@ def _in_a_stage(row: Row) -> Row:
     key = f"stages[].{row.key}"
     if row.status == "coming":
         return replace(row, key=key)
-    writes = row.status in ("mapped", "translated")
+    writes = row.status in WRITES
     reason = INHERITED if writes else row.reason
     status: Status = "translated" if writes else "derived"
     native = ("stages",) if writes else ()

@@ -18,7 +18,7 @@ from whet.dialects.kinds import accepts, expected, same, understood
 from whet.dialects.match import GivenValue
 from whet.dialects.row import WRITES, AnotherModel, NotSupportedYet, Reference, Row, Status
 from whet.dialects.rules import condition
-from whet.dialects.tables import Dialect, parts
+from whet.dialects.tables import OPEN, Dialect, parts
 from whet.dialects.values import Missing, Reading, nested, reading
 from whet.types import ConfigError, Json
 
@@ -199,7 +199,7 @@ def _check(file: Reading, row: Row) -> None:
     if row.key not in file.given or not _counts(file, row.when):
         return
     accepted = row.harmless if "equal:" in row.type else (file.defaults[row.key], *row.harmless)
-    plain = not {"[]", "<name>", "*"} & set(parts(row.key))
+    plain = not OPEN & set(parts(row.key))
     for found in file.given.get(row.key, ()):
         value = file.values[row.key] if plain else found.value
         is_filled = isinstance(found.value, list) or (row.default is None and found.value)

@@ -12,15 +12,6 @@ from whet.types import ConfigError
 T = TypeVar("T")
 
 
-def whole(v: Values, key: str, *, least: int | None = 1) -> int:
-    """A whole number, of at least `least`."""
-    value = v[key]
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-        bound = "" if least is None else f" >= {least}"
-        raise ConfigError(f"{key}: got {shown(value)}, expected a whole number{bound}")
-    return value
-
-
 def number(v: Values, key: str) -> float:
     """Any number."""
     value = v[key]

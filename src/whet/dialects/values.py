@@ -13,8 +13,8 @@ from whet.config.keys import Path, dotted
 from whet.config.tree import get, leaves, merge, origin, with_values
 from whet.dialects.kinds import same, understood
 from whet.dialects.match import GivenValue, meant, read
-from whet.dialects.row import WRITES, Row
-from whet.dialects.tables import Dialect, joined, parts
+from whet.dialects.row import READ, WRITES, Row
+from whet.dialects.tables import OPEN, Dialect, joined, parts
 from whet.dialects.versions import VERSION
 from whet.types import Json
 
@@ -69,7 +69,7 @@ def reading(tree: dict[str, Json], of: Dialect, *, origins: Mapping[Path, str]) 
         if path in written:
             out.broken = True
             out.problems.append((origin(origins, path), f"{dotted(path)}: {said}"))
-        elif row and row.status in ("mapped", "translated", "derived"):
+        elif row and row.status in READ:
             out.problems.append(("", f"{dotted(path)}: its default, {shown(row.default)}: {said}"))
     out.defaults = _defaults(out.of, full, tree)
     present: dict[Path, Json] = {}
@@ -176,7 +176,7 @@ def _understood(out: Reading, one: GivenValue) -> Json:
 def _plain(of: Dialect) -> dict[Path, Json]:
     """The defaults of the keys of one value: of no section, no entry of a list, no open name."""
     cuts = {parts(row.key): row.default for row in of.rows}
-    return {c: v for c, v in cuts.items() if c not in of.below and not {"[]", "<name>", "*"} & set(c)}
+    return {c: v for c, v in cuts.items() if c not in of.below and not OPEN & set(c)}
 
 
 @functools.cache

@@ -63,6 +63,11 @@ def meet(one: Row | VersionRange | Difference, other: Row | VersionRange | Diffe
     )
 
 
+def span(since: str, until: str) -> str:
+    """The versions of a line in words; '' for all."""
+    return " ".join(f"{word} {at}" for word, at in (("since", since), ("until", until)) if at)
+
+
 def at_version(rows: Iterable[Row], version: str, versions: Sequence[str]) -> tuple[Row, ...]:
     """One line for each key: the one whose span the version lies in, else the nearest."""
     spans: dict[tuple[str, str], list[Row]] = {}
@@ -77,11 +82,6 @@ def _distance(row: Row, version: str, versions: Sequence[str]) -> int:
     first = versions.index(row.since) if row.since else 0
     end = versions.index(row.until) if row.until else len(versions)
     return max(first - at, at - end + 1, 0)
-
-
-def best(given: Iterable[Sequence[VersionRange]], system: str) -> str:
-    """The version that has most of a file's keys, each given as its spans."""
-    return first_of(fitting(given, system), system)
 
 
 def first_of(alike: Sequence[str], system: str) -> str:

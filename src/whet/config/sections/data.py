@@ -6,10 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from whet.config.sections.base import Above0, Count, Negative, Positive, Section
-
-Share = Annotated[float, Field(gt=0.0, lt=1.0)]
-
+from whet.config.sections.base import Above0, Count, Negative, Positive, Section, Share
 
 REASONING_GYM = "reasoning_gym"
 """The function of a source whose rows the package of that name generates."""
