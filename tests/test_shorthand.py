@@ -64,6 +64,14 @@ def test_a_key_can_be_dropped(file):
         load(file, ["train.stepss=~"])
 
 
+def test_behind_a_dropped_entry_of_a_list_every_place_is_still_the_right_one(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("data:\n  train:\n    - {path: a}\n    - {path: b}\n    - {path: c}\n")
+    loaded = load(file, ["data.train.0=~"])
+    assert [source.path for source in loaded.config.data.train] == ["b", "c"]
+    assert [loaded.where(f"data.train.{n}.path") for n in (0, 1)] == [f"{file}:4", f"{file}:5"]
+
+
 def test_sections_of_the_file_rest_where_the_command_line_names_another_algorithm(file):
     loaded = load(file, ["algorithm.name=sft"])
     plans(loaded)

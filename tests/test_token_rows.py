@@ -122,7 +122,7 @@ def test_random_tokens_follow_from_seed_and_row_and_fill_the_vocabulary() -> Non
         ({"arguments": {"rows": 2, "prompt": 5}, "prompt": None}, "leave the source's prompt out"),
         ({"arguments": {"rows": 0, "prompt": 5}}, "rows: got 0"),
         ({"arguments": {"prompt": 5}}, "rows: must be given"),
-        ({"arguments": {"rows": 2, "promt": 5}}, "promt: it has no such argument"),
+        ({"arguments": {"rows": 2, "promt": 5}}, "arguments.promt: unknown key; did you mean 'prompt'"),
     ],
 )
 def test_rows_that_cannot_be_made_up_are_refused(source: Any, said: str) -> None:

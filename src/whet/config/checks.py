@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
-from pathlib import Path as File
 
 from whet.config import (
     checks_parallel,
@@ -39,9 +38,9 @@ from whet.config.sources import (
     reward_problems,
     sampling_problems,
     source_problems,
+    template_problem,
 )
 from whet.config.tree import STAGE_SECTIONS, get, leaves
-from whet.config.urls import is_remote
 from whet.types import ConfigError, Json
 
 PRIORITY = "buffer.replay.priority"
@@ -96,13 +95,8 @@ def _structure(cfg: Config) -> Iterator[Problem]:
     if (cfg.model.path is None) != (cfg.model.scratch is None):
         yield from _model(cfg)
     tokenizer = cfg.tokenizer
-    template = tokenizer.chat_template
-    local = template and "{" not in template and not is_remote(template)
-    if local and not File(template or "").expanduser().is_file():
-        yield (
-            "tokenizer.chat_template",
-            f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path",
-        )
+    if wrong := template_problem(tokenizer.chat_template):
+        yield "tokenizer.chat_template", wrong
     if tokenizer.date is not None and not _is_date(tokenizer.date):
         yield "tokenizer.date", f"'{tokenizer.date}' is not a date; expected a date such as 2026-01-31"
     yield from source_problems(cfg)

@@ -6,15 +6,12 @@ of each name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
+from whet.config.faults import argument_problems
 from whet.config.functions import Function
-from whet.config.keys import setting, words
 from whet.tables import near, unknown
 
 
@@ -77,13 +74,7 @@ def setting_problems(key: str, made: Chosen, table: Mapping[str, Function]) -> I
         has = ", ".join(section.model_fields) or "none"
         yield f"{key}.{name}", f"unknown setting{near(name, known)}; {made.name} has: {has}"
     taken = {name: value for name, value in made.given.items() if name in section.model_fields}
-    try:
-        section.model_validate_json(json.dumps(taken))
-    except ValidationError as e:
-        for fault in e.errors(include_url=False, include_context=False):
-            name = str(fault["loc"][0])
-            wanted = words(setting(section, name).annotation)
-            yield f"{key}.{name}", f"got {json.dumps(taken[name])}, expected {wanted}"
+    yield from argument_problems(key, section, taken)
 
 
 def unread_settings(key: str, made: Chosen, table: Mapping[str, Function]) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ class Constraint:
     """One rule over several keys."""
 
     keys: tuple[str, ...]
-    """All that the rule looks at. The error stands at the first, or at a section around it."""
+    """All that the rule looks at. The error stands at the first, at a section around it, or at an argument in it."""
     broken: tuple[str, ...]
     """Overrides of BASE that break the rule."""
 
@@ -38,9 +38,9 @@ class Constraint:
 def error(rule: Constraint) -> str:
     """What is said of a config that breaks a rule."""
     cfg = load(None, rule.broken, BASE).config
-    at = rule.keys[0].replace(".*", ".0")
-    plain = ((re.sub(r"\[(\d+)\]", r".\1", key), text) for key, text in hard_problems(cfg))
-    return next(text for key, text in plain if f"{at}.".startswith(f"{key}."))
+    at = f"{rule.keys[0].replace('.*', '.0')}."
+    plain = ((re.sub(r"\[(\d+)\]", r".\1", f"{key}."), text) for key, text in hard_problems(cfg))
+    return next(text for key, text in plain if at.startswith(key) or key.startswith(at))
 
 
 CONSTRAINTS = tuple(

@@ -81,7 +81,8 @@ class Draft:
             self.problems.append((source, said))
             return
         self.tree = without(self.tree, {path})
-        self.origins = {at: s for at, s in self.origins.items() if at[: len(path)] != path}
+        left = {at: s for at, s in self.origins.items() if at[: len(path)] != path}
+        self.origins = {_moved_up(at, path): s for at, s in left.items()}
 
     def _closed(self, path: Path) -> str:
         """Why no value can be set at this path, or ''."""
@@ -225,6 +226,15 @@ def _no_override(key: str) -> str:
         hint = did_you_mean(path_of(name, ()))
         return f"no such option (--help lists them); for a setting, {expected}{hint}"
     return expected
+
+
+def _moved_up(at: Path, gone: Path) -> Path:
+    """A path by its new numbers, where an entry of a list is gone."""
+    *above, last = gone
+    index = at[len(above)] if len(at) > len(above) and at[: len(above)] == tuple(above) else None
+    if not isinstance(last, int) or not isinstance(index, int) or index < last:
+        return at
+    return (*above, index - 1, *at[len(gone) :])
 
 
 def _in_base(at: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from whet.config.faults import shown
+from whet.config.faults import argument_problems
 from whet.config.recipes import Resolved, kind_of
 from whet.config.schema import Config, SourceConfig
 from whet.config.sections.base import Positive, Section
@@ -71,11 +71,10 @@ def problems(cfg: Config, algorithm: Resolved | None) -> Iterator[tuple[str, str
     env = cfg.rollout.env
     if env is None or env.make != SEVERAL:
         return
-    try:
-        asked = SeveralArguments.model_validate(env.arguments)
-    except ValidationError as error:
-        yield from wrong(error)
+    if wrong := list(argument_problems(AT, SeveralArguments, env.arguments)):
+        yield from wrong
         return
+    asked = SeveralArguments.model_validate(env.arguments)
     unscored = _unscored(cfg) if algorithm is None or algorithm.judged else ""
     if not asked.envs:
         yield f"{AT}.envs", "is empty; name at least one environment"
@@ -108,23 +107,6 @@ def _unscored(cfg: Config) -> str:
         return "there are none"
     trains = kind_of(cfg.algorithm) == "online"
     return "every weight is 0" if trains and not any(r.weight for r in cfg.rewards.values()) else ""
-
-
-def wrong(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """What pydantic found in the arguments of SEVERAL."""
-    for fault in error.errors(include_url=False, include_context=False):
-        at = ".".join([AT, *map(str, fault["loc"])])
-        section = MemberConfig if len(fault["loc"]) > 2 else SeveralArguments
-        known = ", ".join(section.model_fields)
-        if fault["type"] == "missing":
-            yield (
-                at,
-                f"must be given: the environments by name, each with {', '.join(MemberConfig.model_fields)}",
-            )
-        elif fault["type"] == "extra_forbidden":
-            yield at, f"unknown key{near(str(fault['loc'][-1]), section.model_fields)}; expected {known}"
-        else:
-            yield at, f"got {shown(fault['input'])}: {fault['msg']}"
 
 
 def _sources(cfg: Config, asked: SeveralArguments) -> Iterator[tuple[str, str]]:

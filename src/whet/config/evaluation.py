@@ -133,9 +133,10 @@ def eval_problems(cfg: Config) -> Iterator[tuple[str, str]]:
             yield f"eval.sources.{name}.sampling.stop", NO_STOP.format(f"eval.sources.{name}")
     names = [source.name for source in cfg.data.eval]
     if cfg.data.eval and all(names) and not any(source.label for source in cfg.data.eval):
-        for name in cfg.eval.sources.keys() - set(names):
-            known = ", ".join(str(n) for n in names)
-            yield f"eval.sources.{name}", f"no source of data.eval has this name; they are: {known}"
+        for name in cfg.eval.sources:
+            if name not in names:
+                known = ", ".join(map(str, names))
+                yield f"eval.sources.{name}", f"no source of data.eval has this name; they are: {known}"
 
 
 def _reward_problems(cfg: Config) -> Iterator[tuple[str, str]]:

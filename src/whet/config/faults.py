@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from whet.config.keys import Path, did_you_mean, distance, dotted, lookup
+from whet.config.keys import Path, did_you_mean, distance, dotted, lookup, within, words
 from whet.config.parse import scalar
+from whet.config.sections.base import Section
 from whet.config.tree import get, stage_names
 from whet.secrets import redact
+from whet.tables import near
 from whet.types import ConfigError, Json
 
 MOST_TOLD = 100
@@ -60,6 +62,32 @@ def _fault(tree: Json, detail: ErrorDetails) -> Fault:
         return Fault(loc, f"must be given: {_expected(loc)}")
     path = max((loc[:n] for n in range(len(loc) + 1) if lookup(loc[:n])), key=len, default=loc)
     return Fault(path, mismatch(get(tree, path), path))
+
+
+def argument_problems(at: str, section: type[Section], given: Json) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of arguments that a section describes. at: the key that they stand at."""
+    try:
+        section.model_validate_json(json.dumps(given))
+    except ValidationError as error:
+        found: dict[Path, str] = {}
+        for detail in error.errors(include_url=False, include_context=False):
+            path, text = _argument_fault(section, given, detail)
+            found.setdefault(path, text)
+        yield from ((".".join([at, *map(str, path)]), text) for path, text in found.items())
+
+
+def _argument_fault(section: type[Section], given: Json, detail: ErrorDetails) -> tuple[Path, str]:
+    loc = detail["loc"]
+    if detail["type"] == "extra_forbidden":
+        around = within(section, loc[:-1])
+        known = (around.section if around and around.section else section).model_fields
+        return loc, f"unknown key{near(str(loc[-1]), known)}; expected {', '.join(known)}"
+    depth = next((n for n in range(len(loc), 0, -1) if within(section, loc[:n])), 0)
+    key = within(section, loc[:depth])
+    wanted = words(key.annotation if key else section)
+    if detail["type"] == "missing":
+        return loc, f"must be given: {wanted}"
+    return loc[:depth], f"got {shown(get(given, loc[:depth]))}, expected {wanted}"
 
 
 def mismatch(value: Json, path: Path) -> str:
@@ -107,9 +135,9 @@ def _text_hint(value: str, wanted: set[Any], choices: list[str]) -> str:
     if bool in wanted or choices == ["on", "off"]:
         word = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(value.lower(), value.lower())
         return f"; write {word} without quotes" if word in ("true", "false") else ""
-    near = sorted((distance(value.lower(), c.lower()), c) for c in choices)
-    if near and near[0][0] <= 2:
-        return f"; did you mean '{near[0][1]}'?"
+    nearest = min(((distance(value.lower(), c.lower()), c) for c in choices), default=(3, ""))
+    if nearest[0] <= 2:
+        return f"; did you mean '{nearest[1]}'?"
     return f"; write a list: [{shown(value)}]" if tuple in wanted and str not in wanted else ""
 
 

@@ -147,6 +147,15 @@ def setting(section: type[Section], name: str) -> Key:
     return next(key for key in _walk(section, ()) if key.path == (name,))
 
 
+def within(section: type[Section], path: Iterable[str | int]) -> Key | None:
+    """The key at a path of a section that stands by itself. What is no name of its own is an index, or the user's."""
+    known = {key.path: key for key in _walk(section, ())}
+    found: tuple[str, ...] = ()
+    for part in map(str, path):
+        found = (*found, part if (*found, part) in known else "*")
+    return known.get(found)
+
+
 def lookup(path: Iterable[str | int]) -> Key | None:
     """The key at a path of a config; None if there is none. `stages.1.train.steps` is `train.steps`."""
     parts = tuple(str(p) for p in path)

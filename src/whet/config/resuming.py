@@ -116,7 +116,7 @@ def fingerprint(cfg: Config) -> Json:
 
 def played_by(printed: Json) -> Json:
     """A fingerprint without keys that may change on resume: equal values mean equal rollouts."""
-    free = [tuple(key.split(".")) for key in FREE_WHERE]
+    free: list[At] = [tuple(key.split(".")) for key in FREE_WHERE]
     stages = range(len(printed.get("stages") or ()))
     return without(printed, {*free, *(("stages", n, *path) for n in stages for path in free)})
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import ValidationError
-
-from whet.config.faults import shown
+from whet.config.faults import argument_problems
 from whet.config.schema import Config, TrainConfig
 from whet.config.sections.base import NonNegative, Section
 
@@ -29,13 +27,5 @@ def simulated(train: TrainConfig) -> StepLengths | None:
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of train.engine=simulated in one stage's config."""
-    try:
-        simulated(cfg.train)
-    except ValidationError as error:
-        for fault in error.errors():
-            at = ".".join([KEY, *map(str, fault["loc"])])
-            known = ", ".join(StepLengths.model_fields)
-            yield (
-                at,
-                f"{shown(fault['input'])}: {fault['msg']}; train.engine=simulated takes {known}, in seconds",
-            )
+    if cfg.train.engine == "simulated":
+        yield from argument_problems(KEY, StepLengths, cfg.train.engine_arguments)

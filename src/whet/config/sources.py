@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from whet.config.chosen import Chosen, chosen
 from whet.config.engines import NO_STOP, SERVED
 from whet.config.evaluation import merged, reward_weights
-from whet.config.faults import shown
+from whet.config.faults import argument_problems
 from whet.config.functions import ORDERS
 from whet.config.judges import JUDGES
-from whet.config.keys import setting
 from whet.config.recipes import ELSEWHERE, kind_of
 from whet.config.schema import (
     Config,
@@ -26,6 +22,7 @@ from whet.config.schema import (
 )
 from whet.config.sections.data import GENERATED, RANDOM_TOKENS, REASONING_GYM
 from whet.config.sizes import folder_shape
+from whet.config.urls import is_remote
 from whet.tables import near
 from whet.types import ConfigError, Json
 
@@ -67,7 +64,8 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     for part in PARTS:
         for n, source in enumerate(getattr(cfg.data, part)):
             yield from ((f"data.{part}[{n}]", said) for said in _rows(source))
-            yield from ((f"data.{part}[{n}].arguments", said) for said in _generated(source))
+            if described := GENERATED.get(source.function or ""):
+                yield from argument_problems(f"data.{part}[{n}].arguments", described, source.arguments)
             yield from ((f"data.{part}[{n}].arguments", said) for said in _made_up(source))
             yield from ((f"data.{part}[{n}]", said) for said in _columns(source))
             yield from ((f"data.{part}[{n}].prompt", said) for said in _no_prompt(cfg, source, part))
@@ -114,25 +112,6 @@ def _rows(source: SourceConfig) -> Iterator[str]:
         yield "path is an empty list; give at least one file"
     if source.split == ():
         yield "split is an empty list; leave it out to read everything"
-
-
-def _generated(source: SourceConfig) -> Iterator[str]:
-    """What a built-in function cannot generate; the arguments of a dataset of reasoning-gym are judged by that."""
-    if arguments := GENERATED.get(source.function or ""):
-        try:
-            arguments.model_validate_json(json.dumps(source.arguments))
-        except ValidationError as e:
-            for fault in e.errors(include_url=False, include_context=False):
-                name = str(fault["loc"][0])
-                if name not in arguments.model_fields:
-                    yield f"{name}: it has no such argument{near(name, arguments.model_fields)}"
-                    continue
-                got = (
-                    f"got {shown(source.arguments[name])}, expected"
-                    if name in source.arguments
-                    else "must be given:"
-                )
-                yield f"{name}: {got} {setting(arguments, name).words}"
 
 
 def _made_up(source: SourceConfig) -> Iterator[str]:
@@ -301,7 +280,6 @@ def _judge(at: str, reward: RewardConfig) -> Iterator[tuple[str, str]]:
 
 
 def _reward_model(model: RewardModelConfig) -> Iterator[tuple[str, str]]:
-    template = model.chat_template
     if model.input == "tokens":
         for key in ("tokenizer", "chat_template"):
             if getattr(model, key) is not None:
@@ -309,8 +287,12 @@ def _reward_model(model: RewardModelConfig) -> Iterator[tuple[str, str]]:
                     key,
                     "with input=tokens the model reads the tokens of the policy; leave it out, or set input=text",
                 )
-    elif template and "{" not in template and not Path(template).expanduser().is_file():
-        yield (
-            "chat_template",
-            f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path",
-        )
+    elif wrong := template_problem(model.chat_template):
+        yield "chat_template", wrong
+
+
+def template_problem(template: str | None) -> str:
+    """What is wrong with a chat template, given as its text or the path of a file; '' for nothing."""
+    if not template or "{" in template or is_remote(template) or Path(template).expanduser().is_file():
+        return ""
+    return f"'{template}' is neither a file nor a template (it has no Jinja '{{'); give the text or a path"

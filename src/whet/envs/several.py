@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
-from whet.config.environments import AT, SEVERAL, MemberConfig, SeveralArguments, wrong
+from whet.config.environments import AT, SEVERAL, MemberConfig, SeveralArguments
+from whet.config.faults import argument_problems
 from whet.config.schema import EnvironmentConfig
 from whet.envs.env import Env, EnvFault, EnvStep, World, bound, check_arguments, factory_method
 from whet.tables import load_object
@@ -112,10 +111,9 @@ def one_of_each(env: EnvironmentConfig, tasks: Sequence[Task]) -> dict[str, Task
 
 def _asked(arguments: Mapping[str, Json]) -> SeveralArguments:
     """ConfigError for arguments that are none."""
-    try:
-        return SeveralArguments.model_validate(arguments)
-    except ValidationError as error:
-        raise ConfigError("; ".join(f"{key}: {said}" for key, said in wrong(error))) from None
+    if wrong := list(argument_problems(AT, SeveralArguments, dict(arguments))):
+        raise ConfigError("; ".join(f"{key}: {said}" for key, said in wrong))
+    return SeveralArguments.model_validate(arguments)
 
 
 def _name(task: Task, asked: SeveralArguments) -> str:
