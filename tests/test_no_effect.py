@@ -228,6 +228,20 @@ def test_what_nothing_reads_may_be_left_out_with_a_note() -> None:
         plans(load(None, swept, copy.deepcopy(BASE)))
 
 
+def test_a_section_that_says_something_by_being_there_stays_when_it_is_empty() -> None:
+    """What is in it is read by nothing, but without it there would be no schedule and no mix at all. One that nothing
+    reads goes as a whole."""
+    mix = {"name": "mix", "mix": {"mu_schedule": {"decay_steps": 5}}}
+    data = {"demonstrations": [{"path": "given.jsonl"}]}
+    loaded = load(None, ["critic.lora={rank: 3}"], {"algorithm": mix, "data": data}, unused="warn")
+    assert loaded.config.algorithm.mix is not None
+    assert loaded.config.algorithm.mix.mu_schedule == {}
+    assert loaded.config.critic.lora is None
+    noted = {note.partition(":")[0] for note in loaded.notes}
+    assert {"critic.lora.rank", "algorithm.mix.mu_schedule.decay_steps"} <= noted
+    assert "critic.lora" not in noted, "its key is told"
+
+
 def test_what_nothing_reads_in_a_stage_is_left_out_there() -> None:
     stages = {
         "stages": [{"name": "a", "algorithm": {"name": "sft", "loss": {"dual_clip": 3.0}}}, {"name": "b"}]

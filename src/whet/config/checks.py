@@ -29,7 +29,7 @@ from whet.config.evaluation import (
 from whet.config.functions import ORDERS, PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
-from whet.config.recipes import ELSEWHERE, Problem, Resolved, examined
+from whet.config.recipes import ELSEWHERE, Problem, Resolved, examined, is_optional
 from whet.config.schema import Config
 from whet.config.sizes import shape
 from whet.config.sources import (
@@ -247,19 +247,13 @@ def _is_default(path: Path, value: Json) -> bool:
     return key is not None and bool(value == key.default)
 
 
-def _asks_for_a_section(path: Path) -> bool:
-    """Whether a section is null until it is given."""
-    key = lookup(path)
-    return key is not None and key.section is not None and key.default is None
-
-
 def _why_idle(path: Path, value: Json, rules: Mapping[str, Sequence[_Idle]]) -> str:
     """Why a set value has no effect, or ''.
 
     null and empty values pass, except an empty section where the default is no section: it requests the defaults of
     the section.
     """
-    if value is None or not path or value == [] or (value == {} and not _asks_for_a_section(path)):
+    if value is None or not path or value == [] or (value == {} and not is_optional(path)):
         return ""
     for parts, why, default_passes in rules.get(str(path[0]), ()):
         if len(path) < len(parts) or any(p not in ("*", str(at)) for p, at in zip(parts, path)):

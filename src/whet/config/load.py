@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -143,24 +143,21 @@ def load(
     if translation is not None and not draft.problems:
         translation = fitted(draft, translation, layout=here or hardware.elsewhere() is not None)
     written, config = draft.tree, _finished(draft)
-    if config is not None and translation is not None and not draft.problems:
-        unread = idle(config, stage_configs(config), translation)
-        translation = replace(translation, lines=tuple(noted(line, unread) for line in translation.lines))
-        draft.tree = written = without(written, unread)
-        config = _finished(draft)
-    switched = _switches_algorithm(overrides)
-    if config is not None and (unused == "warn" or switched) and not draft.problems:
-        given = config.model_dump(mode="json", exclude_unset=True)
-        idle_keys = {
-            path: why
-            for path, why in unused_keys(given, stage_configs(config))
-            if unused == "warn" or not tree.origin(draft.origins, path).startswith(("override", "values"))
-        }
-        notes += tuple(
-            f"{named(path, given)}: {why.replace('; leave it out', '')}" for path, why in idle_keys.items()
+    if translation is not None:
+        translated = translation
+        written, config, unread = _left_out(
+            draft, written, config, lambda found: idle(found, stage_configs(found), translated)
         )
-        draft.tree = written = without(written, idle_keys)
-        config = _finished(draft)
+        translation = replace(translated, lines=tuple(noted(line, unread) for line in translated.lines))
+    if unused == "warn" or _switches_algorithm(overrides):
+        kept = () if unused == "warn" else ("override", "values")
+        before = written
+        written, config, unread = _left_out(
+            draft, written, config, lambda found: _idle_keys(found, draft.origins, kept)
+        )
+        notes += tuple(
+            f"{named(path, before)}: {why.replace('; leave it out', '')}" for path, why in unread.items()
+        )
     if draft.problems or config is None:
         raise Refused(draft.problems, what)
     return Loaded(
@@ -173,6 +170,35 @@ def load(
         translation=translation,
         notes=(*notes, *_consequences(config)),
     )
+
+
+def _left_out(
+    draft: Draft,
+    written: dict[str, Json],
+    config: Config | None,
+    find: Callable[[Config], Mapping[keys.Path, str]],
+) -> tuple[dict[str, Json], Config | None, dict[keys.Path, str]]:
+    """(what is written, the config of it, the keys that nothing reads and why), without these. Found again until there
+    are none: an optional section that is empty now may be read by nothing, too."""
+    gone: dict[keys.Path, str] = {}
+    while config is not None and not draft.problems:
+        unread = find(config)
+        rest = without(written, unread)
+        if rest == written:
+            break
+        gone |= {path: why for path, why in unread.items() if not any(at[: len(path)] == path for at in gone)}
+        draft.tree = written = rest
+        config = _finished(draft)
+    return written, config, gone
+
+
+def _idle_keys(
+    config: Config, origins: Mapping[keys.Path, str], kept: tuple[str, ...]
+) -> dict[keys.Path, str]:
+    """The keys that no stage reads, and why; not those whose place begins with one of `kept`."""
+    given = config.model_dump(mode="json", exclude_unset=True)
+    found = unused_keys(given, stage_configs(config))
+    return {path: why for path, why in found if not tree.origin(origins, path).startswith(kept)}
 
 
 def _check_arguments(overrides: Sequence[str], unused: str) -> None:

@@ -10,7 +10,7 @@ from whet.config import correction
 from whet.config.chosen import Chosen, chosen, setting_problems
 from whet.config.conditions import value_at
 from whet.config.functions import ADVANTAGES, LOSSES, Kind, LossEntry, Need
-from whet.config.keys import TABLES, Path
+from whet.config.keys import TABLES, Path, lookup
 from whet.config.recipe_table import RECIPES, Recipe
 from whet.config.schema import (
     AlgorithmConfig,
@@ -233,6 +233,18 @@ def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
         "algorithm.groups.uniform": ("rewards", False),
         "algorithm.oversample": ("mean_reward", False),
     }
+
+
+_NOT_GIVEN = {key for key, (_, on) in (_own(RECIPES["grpo"], mixes=True) | ELSEWHERE).items() if not on}
+"""Those that choose nothing until they are given."""
+
+
+def is_optional(path: Path) -> bool:
+    """Whether a section or a table of settings is off until it is given: an empty one requests its defaults."""
+    path = path[2:] if path[:1] == ("stages",) else path
+    key = lookup(path)
+    is_section = key is not None and key.section is not None and key.default is None and not key.required
+    return is_section or ".".join(map(str, path)) in _NOT_GIVEN
 
 
 OURS_ALONE = (

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from whet.config.checks import unused
 from whet.config.keys import Path
+from whet.config.recipes import is_optional
 from whet.config.schema import Config
 from whet.config.trackers import LISTS
 from whet.config.tree import get, merge, origin, path_of
@@ -23,18 +24,27 @@ def idle(config: Config, stages: Sequence[Config], made: Translation) -> dict[Pa
     if config.eval.offline:
         return {}
     given = config.model_dump(mode="json", exclude_unset=True)
-    return {path: why for path, why in unused(given, stages) if origin(made.origins, path)}
+    return {path: why for path, why in unused(given, stages) if _has(made, path)}
 
 
-def without(tree: Json, paths: Mapping[Path, str]) -> Json:
-    """The tree without the values at these paths, and without sections and lists that this leaves empty."""
+def _has(made: Translation, path: Path) -> bool:
+    """Whether the translation wrote a key, or something in it."""
+    return bool(origin(made.origins, path)) or any(at[: len(path)] == path for at in made.origins)
+
+
+def without(tree: Json, paths: Mapping[Path, str], at: Path = ()) -> Json:
+    """The tree without the values at these paths, and without sections and lists that this leaves empty, unless an
+    empty one still says something. at: where it stands."""
     if isinstance(tree, list):
-        kept = [(n, value) for n, value in enumerate(tree) if (n,) not in paths]
-        return [without(value, _inside(paths, n)) for n, value in kept]
+        return [without(value, paths, (*at, n)) for n, value in enumerate(tree) if (*at, n) not in paths]
     if not isinstance(tree, dict):
         return tree
-    rest = {key: without(value, _inside(paths, key)) for key, value in tree.items() if (key,) not in paths}
-    return {key: value for key, value in rest.items() if value not in ({}, []) or tree[key] == value}
+    rest = {key: without(value, paths, (*at, key)) for key, value in tree.items() if (*at, key) not in paths}
+    return {
+        key: value
+        for key, value in rest.items()
+        if value not in ({}, []) or tree[key] == value or is_optional((*at, key))
+    }
 
 
 def noted(line: ReportLine, paths: Mapping[Path, str]) -> ReportLine:
@@ -61,10 +71,6 @@ def at_hand(made: Translation) -> Translation:
     said = f"{', '.join(missing)} is not installed here, so nothing is sent to it"
     lines = (replace(x, note=said) if "track.trackers" in x.native and not x.given else x for x in made.lines)
     return replace(made, tree=merge(made.tree, {"track": {"trackers": kept}}), lines=tuple(lines))
-
-
-def _inside(paths: Mapping[Path, str], key: str | int) -> dict[Path, str]:
-    return {path[1:]: why for path, why in paths.items() if path[0] == key and len(path) > 1}
 
 
 def _why(native: Path, paths: Mapping[Path, str]) -> str:

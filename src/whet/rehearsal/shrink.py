@@ -64,8 +64,9 @@ def stand_in(reward: RewardConfig) -> RewardConfig:
 
 def _read_only(tree: dict[str, Json]) -> dict[str, Json]:
     """The config without the keys that nothing reads in the small run."""
-    out: dict[str, Json] = without(tree, dict(unused(tree, stage_configs(check(tree)))))
-    return out
+    while (rest := without(tree, dict(unused(tree, stage_configs(check(tree)))))) != tree:
+        tree = rest
+    return tree
 
 
 def what_changed(cfg: Config) -> Iterator[Finding]:
