@@ -315,7 +315,7 @@ def test_a_variable_of_the_wrong_kind_is_refused_without_its_value(
     half["reward_workers"]["env"] = {"DB_PASSWORD": value}
     assert whet("plan", write(tmp_path / "given.yaml", half)) == 2
     printed = capfd.readouterr()
-    assert "reward_workers.env: got" in printed.err
+    assert "reward_workers.env.DB_PASSWORD" in printed.err
     assert "8473" not in printed.err + printed.out
 
 
