@@ -53,6 +53,7 @@ def test_every_key_of_the_schema_stands_on_the_page_with_its_default():
 NO_KEYS = {
     "algorithm.sppo_eta": "of verl's recipe",
     "algorithm.loss.tilt=0.5": "a setting of the example's own function",
+    "rollout.engine=trtllm": "an engine that is refused",
     "train.engine_arguments.step_s": "an argument of train.engine=simulated",
     "train.router": "decision 042: what was not taken",
     "rollout.envs": "decision 055: what was not taken",

@@ -122,6 +122,7 @@ def test_it_prints():
         ("algorithm.mix.loss=gspo", "algorithm.mix.loss: 'gspo' is not known"),
         ("algorithm.loss={name: gspo, clip_low: x}", 'algorithm.loss.clip_low: got "x", expected a number'),
         ("rollout.engine=vlm", "rollout.engine: 'vlm' is not known; did you mean 'vllm'?"),
+        ("rollout.engine=trtllm", "rollout.engine: TensorRT-LLM is not supported"),
         ("track.trackers=[console, wandbb]", "'wandbb' is not known; did you mean 'wandb'"),
     ],
 )

@@ -16,6 +16,7 @@ from rich.text import Text
 from whet.config import keys, recipes, schema
 from whet.config.chosen import chosen, setting_problems
 from whet.config.conditions import in_words
+from whet.config.engines import NOT_BUILT
 from whet.config.faults import mismatch, shown
 from whet.config.forms import OPEN_NAMES
 from whet.config.keys import Key, did_you_mean, dotted, lookup
@@ -211,6 +212,6 @@ def _of_names(key: Key, given: Json) -> tuple[tuple[str, str], ...]:
     known = OPEN_NAMES.get(".".join(key.path), {})
     names = [given] if isinstance(given, str) else given or ()
     for each in names if known and key.path != ("checkpoint", "resume") else ():
-        if wrong := unknown(known, each):
+        if wrong := NOT_BUILT.get(each) or unknown(known, each):
             raise ConfigError(f"{dotted(key.path)}: {wrong}")
     return tuple((each, known[each]) for each in names if each in known) if known else ()
