@@ -573,15 +573,17 @@ def test_a_host_that_is_being_started_when_the_loop_ends_is_ended(opened: Opened
 
     async def leaves() -> None:
         asking = asyncio.create_task(hosts.find(alone=True))
-        while len(hosts._lines.lines) < 2:
+        while not hosts._starting:
             assert not asking.done()
             await asyncio.sleep(0.001)
+        starting.extend(hosts._starting)
 
+    starting: list[Any] = []
     asyncio.run(leaves())
-    first, second = hosts._lines.lines
-    assert until(second.gone, 60.0)
-    assert not first.gone(), "it plays for the next loop"
-    assert until(lambda: len(list(Path(first.file).parent.glob("*-marks"))) == 1, 60.0)
+    (first,), (second,) = hosts._hosts, starting
+    assert until(second.line.gone, 60.0)
+    assert not first.line.gone(), "it plays for the next loop"
+    assert until(lambda: [*hosts._own.path.iterdir()] == [Path(first.marks).parent], 60.0)
 
 
 @pytest.mark.parametrize(("how", "at"), in_turn(["raises", "dies", "hangs", "blocks"], ["first", "close"]))
@@ -784,16 +786,28 @@ def test_a_host_that_nobody_waits_for_any_more_is_ended(opened: Opened) -> None:
     async def story() -> None:
         asked = asyncio.create_task(hosts.find(alone=True))
         async with asyncio.timeout(60):
-            while len(hosts._lines.lines) < 2:
+            while not hosts._starting:
                 await asyncio.sleep(0.01)
+            (starting,) = hosts._starting
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked
-            while not hosts._lines.lines[1].gone():
+            while not (starting.line.gone() and starting.line.connection.closed):
                 await asyncio.sleep(0.01)
 
     asyncio.run(story())
-    assert not hosts._lines.lines[0].gone()
+    (there,) = hosts._hosts
+    assert not there.line.gone()
+    assert [*hosts._own.path.iterdir()] == [Path(there.marks).parent]
+
+
+def test_of_hosts_that_were_replaced_nothing_is_kept(opened: Opened) -> None:
+    hosts = opened("Hostile", how="dies", at="first")
+    make = _all_are(hosts)
+    (first,) = play(make, 1).values()
+    assert first.error is not None
+    assert hosts.restarts == 1
+    assert until(lambda: len([*hosts._own.path.iterdir()]) == len(hosts._hosts), 60.0)
 
 
 def test_a_host_that_stops_is_replaced(
@@ -801,7 +815,7 @@ def test_a_host_that_stops_is_replaced(
 ) -> None:
     monkeypatch.setattr(hosts_module, "SILENT_S", 1.0)
     hosts = opened("Hostile", timeout_s=1.0, how="raises", at="never")
-    (pid,) = (line.process.pid for line in hosts._lines.lines)
+    (pid,) = (place.line.process.pid for place in hosts._hosts)
     os.kill(pid, signal.SIGSTOP)
     assert play(hosts.make) == clean
     assert hosts.restarts == 1
@@ -828,7 +842,7 @@ def _fields(task: Task) -> dict[str, Any]:
 
 def test_closed_hosts_leave_no_process(opened: Opened) -> None:
     hosts = opened("Hostile", hosts=2, how="never_ends")
-    lines = list(hosts._lines.lines)
+    lines = [place.line for place in hosts._hosts]
     hosts.close()
     assert all(line.gone() for line in lines)
 

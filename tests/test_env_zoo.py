@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from codecs_numbers import Numbers
 from whet.config.schema import EnvironmentConfig
 from whet.envs.hosts import EnvHosts
+from whet.guard.line import LocalLine
 from whet.rollout.episode import play_groups
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key
@@ -393,13 +395,20 @@ def test_a_hostile_episode_costs_itself_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("whet.envs.hosts.SILENT_S", 3.0)
+    started: list[LocalLine] = []
+
+    class Recorded(LocalLine):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            started.append(self)
+
+    monkeypatch.setattr("whet.envs.hosts.LocalLine", Recorded)
     case, hosts = CASES[how], opened(how)
     with caplog.at_level(logging.INFO, "whet"):
         found = play(hosts)
         again = play(hosts, OTHERS)  # the run goes on
-        groups = [line.process.pid for line in hosts._lines.lines]
-        ended = [line.file for line in hosts._lines.lines if line.process.poll() is not None]
-        left = [file for file in ended if Path(f"{file}-marks").exists()]
+        groups = [line.process.pid for line in started]
+        left = [line.file for line in started if line.gone() and line.file.parent.exists()]
         hosts.close()
     hostile = found.pop(11)
     assert found == again == {uid: clean[uid] for uid in OTHERS}
@@ -411,7 +420,7 @@ def test_a_hostile_episode_costs_itself_alone(
         assert hostile.error.startswith(case.error), hostile.error
         assert (hostile.reward, hostile.reward_parts) == (None, {})
     assert hosts.restarts == case.restarts
-    assert not left, "a file of half a megabyte goes with its host"
+    assert not left, "the files of a host go with it, one of them of half a megabyte"
     assert case.log in caplog.text
     assert len(caplog.text) < 400_000  # whatever is printed
     deadline = time.monotonic() + 60

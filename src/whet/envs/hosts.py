@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import queue
+import shutil
 import signal
 import socket
 import threading
@@ -48,10 +49,12 @@ from whet.envs.env import (
     work_of,
 )
 from whet.envs.marks import Marks
+from whet.guard import stacks
 from whet.guard.foreign import said, words
-from whet.guard.line import Local, LocalLine, how_it_ended
+from whet.guard.line import LocalLine, how_it_ended
 from whet.guard.printed import Printed, PrintingPipe
 from whet.guard.processes import until
+from whet.guard.temporary import OwnFolder
 from whet.rewards.bind import pack_task
 from whet.secrets import redact_tree
 from whet.types import ConfigError, DataError, Json, Message, Task, ToolSpec, WhetError
@@ -245,12 +248,11 @@ class _HostProcess:
             os.killpg(self.line.process.pid, signal.SIGKILL)
         self.line.kill()
 
-    def end(self) -> frozenset[int]:
-        """The same; its marks go with it. Returns the episodes that ran code."""
+    def end(self) -> None:
+        """The same; its files go with it."""
         self.kill()
-        running = Marks.read(self.marks)
-        Path(self.marks).unlink()
-        return frozenset(running)
+        shutil.rmtree(Path(self.marks).parent, ignore_errors=True)
+        stacks.forget(self.line.process.pid)
 
 
 class EnvHosts:
@@ -269,9 +271,10 @@ class EnvHosts:
         self.printed = Printed()
         self._pipe = PrintingPipe(self.printed, "environment")
         """For what a host's native code and the programs that it starts print."""
-        self._lines = Local(0, 1, module=host.MODULE, output=self._pipe.fd)
+        self._own = OwnFolder("processes")
+        self._starts = count()
         self._hosts: list[_HostProcess] = []
-        self._starting = threading.Lock()
+        self._starting: set[_HostProcess] = set()
         self._news = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()
@@ -318,12 +321,10 @@ class EnvHosts:
         for place in self._hosts:
             place.hang_up(socket.SHUT_WR)
         until(lambda: all(place.line.gone() for place in self._hosts), host.CLOSE_S + host.CANCEL_S)
-        for place in self._hosts:
+        for place in (*self._hosts, *self._starting):
             place.kill()
-        for line in self._lines.lines:
-            line.kill()
         self._hosts.clear()
-        self._lines.close()
+        self._own.close()
         self._pipe.close()
         self.printed.close()
 
@@ -331,36 +332,44 @@ class EnvHosts:
 
     def _start(self, *, alone: bool) -> _HostProcess:
         """A host that is ready to play. ConfigError if it cannot load the environment. Blocks."""
-        lines = self._lines
-        with self._starting:  # several threads may start hosts
-            line = lines.more()
-        marks = f"{line.file}-marks"
+        folder = self._own.path / f"{next(self._starts)}"
+        folder.mkdir()
+        marks = str(folder / "marks")
         Marks.create(marks)
-        hello = {**self.cfg.model_dump(mode="json"), "imports": self.imports, "marks": marks}
+        line = LocalLine(host.MODULE, int(folder.name), folder=folder, threads=1, output=self._pipe.fd)
+        place = _HostProcess(line, marks, alone)
+        self._starting.add(place)
         try:
             if self._broken is not None:
                 raise EnvBroken(self._broken)
-            line.connection.send_bytes(json.dumps(hello).encode())
-            until = time.monotonic() + LOAD_S
-            while True:
-                if not line.connection.poll(max(0.0, until - time.monotonic())):
-                    raise ConfigError(
-                        f"rollout.env.make={self.cfg.make}: its host took more than {LOAD_S:g} s to start"
-                    )
-                kind, *what = json.loads(line.connection.recv_bytes(MOST_BYTES))
-                if kind == "ready":
-                    return _HostProcess(line, marks, alone)
-                if kind == "refused":
-                    raise ConfigError(words(str(what[0]), MOST_ERROR))
-                self._said(kind, what)
-        except (EOFError, OSError) as error:
-            line.kill()
-            raise ConfigError(
-                f"rollout.env.make={self.cfg.make}: its host did not start: {how_it_ended(line)}"
-            ) from error
-        except BaseException:
-            line.kill()
+            self._greet(place)
+        except BaseException as error:
+            place.end()
+            line.hang_up()
+            if isinstance(error, EOFError | OSError):
+                raise ConfigError(
+                    f"rollout.env.make={self.cfg.make}: its host did not start: {how_it_ended(line)}"
+                ) from error
             raise
+        finally:
+            self._starting.discard(place)
+        return place
+
+    def _greet(self, place: _HostProcess) -> None:
+        """Tell a new host what it plays, and wait until it is ready. ConfigError if it cannot load that."""
+        connection, deadline = place.line.connection, time.monotonic() + LOAD_S
+        hello = {**self.cfg.model_dump(mode="json"), "imports": self.imports, "marks": place.marks}
+        connection.send_bytes(json.dumps(hello).encode())
+        kind = ""
+        while kind != "ready":
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                raise ConfigError(
+                    f"rollout.env.make={self.cfg.make}: its host took more than {LOAD_S:g} s to start"
+                )
+            kind, *what = json.loads(connection.recv_bytes(MOST_BYTES))
+            if kind == "refused":
+                raise ConfigError(words(str(what[0]), MOST_ERROR))
+            self._said(kind, what)
 
     def _add(self, place: _HostProcess) -> None:
         place.heard = time.monotonic()
@@ -380,7 +389,7 @@ class EnvHosts:
             starting.add_done_callback(_end_unwanted)
             raise
         if self._broken is not None:
-            place.kill()
+            _end_unwanted(starting)
             raise EnvBroken(self._broken)
         self._add(place)
         return place
@@ -524,8 +533,9 @@ class EnvHosts:
         if place.dead is not None or place not in self._hosts:
             return
         self._hosts.remove(place)
-        running = place.end()
-        place.running = running if marked else frozenset()
+        place.kill()
+        place.running = frozenset(Marks.read(place.marks)) if marked else frozenset()
+        place.end()
         place.dead = (
             words(why, MOST_ERROR) if place.culprit is not None else f"crashed: {words(why, MOST_ERROR)}"
         )
@@ -551,5 +561,5 @@ def _end_unwanted(starting: Future[_HostProcess]) -> None:
     """Of a host that was started for an episode which is over."""
     if not starting.cancelled() and starting.exception() is None:
         place = starting.result()
-        place.kill()
-        Path(place.marks).unlink(missing_ok=True)
+        place.end()
+        place.line.hang_up()

@@ -198,11 +198,6 @@ class Local:
         self.lines[number] = self._start(number)
         return self.lines[number]
 
-    def more(self) -> LocalLine:
-        """One more process."""
-        self.lines.append(self._start(len(self.lines)))
-        return self.lines[-1]
-
     def _start(self, number: int) -> LocalLine:
         gpu = self.first_gpu + number
         return LocalLine(
