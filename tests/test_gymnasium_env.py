@@ -228,10 +228,11 @@ def test_what_an_environment_raises_is_a_fault_and_no_score(games: Path) -> None
         ({"env": "FrozenLik-v1"}, r"rollout\.env\.arguments\.env='FrozenLik-v1': NameNotFound"),
         ({"arguments": {"slippery": True}}, r"env='FrozenLake-v1': TypeError: .*slippery"),
         ({"env": "CartPole-v1", "arguments": {}}, r"arguments\.say is not given.*Box"),
-        ({"says": "x.py:f"}, "'says' is not an argument of make; did you mean 'say'"),
-        ({"invalid": "ask"}, r"arguments\.invalid='ask'; expected one of tell, end"),
-        ({"max_invalid": 0}, r"max_invalid=0; expected an integer of at least 1"),
-        ({"invalid_penalty": -1}, r"invalid_penalty=-1; expected a number of at least 0"),
+        ({"says": "x.py:f"}, "'says' is not known; did you mean 'say'"),
+        ({"invalid": "ask"}, r"arguments\.invalid=\"ask\"; expected 'tell' or 'end'"),
+        ({"max_invalid": 0}, r"max_invalid=0; expected a whole number >= 1"),
+        ({"invalid_penalty": -1}, r"invalid_penalty=-1; expected a number >= 0"),
+        ({"parts": 3}, r"parts=3; expected a list"),
         ({"say": "{games}:tell"}, r"has no 'tell'"),
         ({"say": "{games}:no_text"}, r"say returned int; expected a text"),
     ],
@@ -246,7 +247,7 @@ def test_a_module_may_register_ids_or_have_the_class(games: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(games.parent))
     named = {"say": f"{games}:say", "act": f"{games}:act", "arguments": {"ends": "--"}}
     for env, stop in (("whet_test_games:Registered-v3", "truncated"), ("whet_test_games:Ends", None)):
-        made = GymnasiumEnv(task(), world(), env, **named)
+        made = GymnasiumEnv(task(), world(), env=env, **named)
         made.first()
         assert answers(made, "left")[0].stop == stop
 

@@ -16,6 +16,7 @@ import pytest
 
 from whet.config.schema import EnvironmentConfig
 from whet.envs import mcp as mcp_module
+from whet.envs.arguments import section
 from whet.envs.env import EnvFault, World
 from whet.envs.hosts import EnvHosts
 from whet.envs.mcp import McpServer, tools_of
@@ -318,12 +319,12 @@ def test_a_server_that_does_not_start_is_refused(
 
 def test_what_cannot_be_is_refused() -> None:
     for fields, said in [
-        ({"command": "npx server"}, "command='npx server'; expected a list of texts"),
-        ({"command": ("x",), "env": {"A": 1}}, "mcp.env: expected texts by name"),
-        ({"command": ("x",), "start_timeout_s": 0}, "start_timeout_s=0; expected a number above 0"),
+        ({"command": "npx server"}, r'command="npx server"; expected a list \(each: text\)'),
+        ({"command": ("x",), "env": {"A": 1}}, "env.A=1; expected text"),
+        ({"command": ("x",), "start_timeout_s": 0}, "start_timeout_s=0; expected a number > 0"),
     ]:
         with pytest.raises(ConfigError, match=said):
-            McpServer(**fields)  # type: ignore[arg-type]
+            section(McpServer, fields)  # type: ignore[arg-type]
 
 
 def test_without_the_package_it_is_said_what_is_missing(
@@ -355,7 +356,7 @@ def test_a_host_plays_with_a_server_that_ends_with_it(
         text, pid = asyncio.run(play()).split("\n")
         assert text == "hello"
         assert starts()[2:] == [int(pid)]  # listed here, listed in the host, played
-        os.kill(hosts._lines.lines[0].process.pid, signal.SIGKILL)
+        os.kill(hosts._hosts[0].line.process.pid, signal.SIGKILL)
         assert gone(int(pid))
         assert gone(int((tmp_path / "starts.browser").read_text()))
     finally:

@@ -11,7 +11,6 @@ import resource
 import signal
 import sqlite3
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 
 from whet.data import parquet
 from whet.envs import search as search_module
+from whet.envs.arguments import section
 from whet.envs.search import Documents, build, search, search_texts, search_tool
 from whet.guard.nursery import fork
 from whet.types import ConfigError, DataError
@@ -222,7 +222,7 @@ def test_of_a_parquet_file_only_the_columns_of_documents_are_read(
     asked = Documents(path=str(file), folder=str(tmp_path / "index"))
     assert ids(build(asked), "word7") == ["7"]
     with pytest.raises(DataError, match=r"its rows take more than .* MiB in memory"):
-        build(replace(asked, text="more"))
+        build(asked.model_copy(update={"text": "more"}))
 
 
 def test_nobody_writes_to_an_index(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_policy_is_told_of_the_best_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("over", "said"),
     [
-        ({"results": 0}, "results=0; expected at least 1"),
+        ({"results": 0}, "results=0; expected a whole number >= 1"),
         ({"results": 11}, "results=11 is more than most_results=10"),
         ({"path": "x.csv"}, r"path='x.csv'; expected a file that ends in .jsonl or .parquet"),
         ({"name": "a b"}, "expected a name"),
@@ -263,4 +263,4 @@ def test_the_policy_is_told_of_the_best_ones(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused(over: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Documents(**{"path": "x.jsonl", **over})
+        section(Documents, {"path": "x.jsonl", **over})

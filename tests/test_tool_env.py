@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 from whet.config.schema import EnvironmentConfig, SourceConfig
 from whet.data.columns import parse
 from whet.envs import calls as calls_module
+from whet.envs.arguments import section
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.envs.hosts import EnvHosts
 from whet.envs.marks import Marks
@@ -30,7 +31,7 @@ from whet.rollout.episode import play_groups
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key
-from whet.types import ConfigError, Json, Message, Rollout, Sampling, Task, ToolCall, ToolSpec
+from whet.types import ConfigError, Json, Message, Rollout, Sampling, Task, ToolCall, ToolSpec, WhetError
 
 
 async def no_reply(*asked: Any) -> Message:
@@ -671,38 +672,47 @@ def test_a_config_names_functions_and_a_class(opened: Callable[..., EnvHosts], f
     [
         ({}, "names no tool; expected functions, tool_class, search or mcp"),
         ({"function": ["x:y"]}, r"'function' is not known; did you mean 'functions'\?"),
-        ({"functions": "x:y"}, "functions='x:y'; expected a list"),
+        ({"functions": "x:y"}, 'functions="x:y"; expected a list'),
+        ({"functions": [3]}, r"functions\[0\]=3; expected text"),
+        ({"tool_class": 3}, "tool_class=3; expected text or null"),
         ({"functions": ["no_such_module:y"]}, "cannot load 'no_such_module'"),
         ({"functions": ["json:dumps"]}, "cannot be passed by name"),
         ({"functions": ["FILE:add", "FILE:add"]}, "same name: add"),
-        ({"functions": ["FILE:add"], "max_calls": 0}, "max_calls=0; expected an integer of at least 1"),
-        ({"functions": ["FILE:add"], "tool_timeout_s": 0}, "tool_timeout_s=0; expected a number above 0"),
+        ({"functions": ["FILE:add"], "max_calls": 0}, "max_calls=0; expected a whole number >= 1 or null"),
+        ({"functions": ["FILE:add"], "tool_timeout_s": 0}, "tool_timeout_s=0; expected a number > 0"),
         (
             {"functions": ["FILE:add"], "malformed_penalty": -1},
-            "malformed_penalty=-1; expected a number of at least 0",
+            "malformed_penalty=-1; expected a number >= 0",
         ),
-        ({"functions": ["FILE:add"], "cut": "centre"}, "cut='centre'; expected one of left, middle, right"),
-        ({"functions": ["FILE:add"], "malformed": "x"}, "malformed='x'; expected one of tell, end"),
+        (
+            {"functions": ["FILE:add"], "cut": "centre"},
+            "cut=\"centre\"; expected 'left', 'middle' or 'right'",
+        ),
+        ({"functions": ["FILE:add"], "malformed": "x"}, "malformed=\"x\"; expected 'tell' or 'end'"),
         (
             {"functions": ["FILE:add"], "result_chars": 10**5},
             "expected at most 524288 characters of .*=8 results",
         ),
         ({"tool_class": "FILE:add"}, "tool_class='.*'; expected a class"),
         ({"search": {"paths": "x"}}, r"search: 'paths' is not known; did you mean 'path'\?"),
-        ({"search": []}, r"search=\[\]; expected a section with path"),
-        ({"search": {}}, "search: .*missing 1 required keyword-only argument: 'path'"),
+        ({"search": []}, r"search=\[\]; expected a section \(keys: path, "),
+        ({"search": {}}, "search.path is missing; expected text"),
+        ({"search": {"path": "none.jsonl"}}, "^rollout.env.arguments.search.path: cannot read none.jsonl"),
         ({"mcp": [{"command": []}]}, "mcp.command is empty"),
+        ({"mcp": {"command": ["x"]}}, r"mcp={\"command\".*; expected a list \(each: a section"),
+        ({"mcp": [{"command": ["x"], "env": {"A": 1}}]}, r"mcp\[0\].env.A=1; expected text"),
+        ({"mcp": [{"command": ["x"], "end": {}}]}, r"mcp\[0\]: 'end' is not known; did you mean 'env'\?"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments: Any, said: str, file: Path) -> None:
     arguments = json.loads(json.dumps(arguments).replace("FILE", str(file)))
-    with pytest.raises(ConfigError, match=said):
-        tools.specs(arguments)
+    with pytest.raises(WhetError, match=said):
+        tools.prepare(arguments)
 
 
 def test_a_host_refuses_them_before_it_plays(opened: Callable[..., EnvHosts]) -> None:
     with pytest.raises(
-        ConfigError, match=r"rollout.env.arguments.cut='up'; expected one of left, middle, right"
+        ConfigError, match=r"rollout.env.arguments.cut=\"up\"; expected 'left', 'middle' or 'right'"
     ):
         opened(cut="up")
 
@@ -869,7 +879,7 @@ def test_the_page_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     read = parse(json.loads(row), source, name="rows", chat=None, where="row 1")
     assert (read.response, read.tools[0].name) == ("1.5 euros", "price")
     assert read.chat_template_kwargs == {"enable_thinking": True}
-    assert VerlArguments(**yaml.safe_load(of_verl)["rollout"]["env"]["arguments"])
+    assert section(VerlArguments, yaml.safe_load(of_verl)["rollout"]["env"]["arguments"])
     monkeypatch.chdir(tmp_path)
     Path("shop.py").write_text(code)
     arguments = yaml.safe_load(config)["rollout"]["env"]["arguments"]
@@ -881,5 +891,5 @@ def test_the_page_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     reply = says(*((name, {key: json.loads(value) for key, value in given.items()}) for name, given in asked))
     (step,) = steps(tools(task(), World(1, no_reply), **arguments), reply)
     assert told(step) == [answer for _, _, answer in rows]
-    names = set(re.findall(r"`(\w+)`", page)) & {f.name for f in fields(Limits)}
-    assert {"cut", "malformed"} | names == {f.name for f in fields(Limits)}
+    names = set(re.findall(r"`(\w+)`", page)) & {*Limits.model_fields}
+    assert {"cut", "malformed"} | names == {*Limits.model_fields}

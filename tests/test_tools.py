@@ -7,7 +7,7 @@ import functools
 import json
 import random
 import string
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Dict, List, Literal, Optional, Tuple  # noqa: UP035
 
 import numpy as np
 import pytest
@@ -210,6 +210,16 @@ def test_a_schema_is_that_of_transformers_where_it_has_one(function: Any) -> Non
     theirs = get_json_schema(function)
     theirs["function"].pop("return", None)
     assert spec_of(function).to_json() == theirs
+
+
+def test_hints_of_typing_without_a_type_inside_are_those_of_python() -> None:
+    def bare(a: List, b: Dict, c: Tuple) -> None: ...  # type: ignore[type-arg]  # noqa: UP006
+    def plain(a: list, b: dict, c: tuple) -> None: ...  # type: ignore[type-arg]
+
+    assert spec_of(bare).parameters == spec_of(plain).parameters
+    made = tool_from_function(bare)
+    assert made.wrong({"a": [1], "b": {"x": 1}, "c": [2]}) is None
+    assert [*made.converters] == ["c"]
 
 
 def test_what_cannot_be_called_by_name_or_has_no_schema_is_refused() -> None:

@@ -23,7 +23,7 @@ from whet.dialects.translate import Translation, translate
 from whet.dialects.trinity.worlds import WORLDS
 from whet.envs import frozen_lake, sudoku, text_worlds
 from whet.envs.env import EnvFault, EnvStep
-from whet.envs.frozen_lake import FrozenLake, checked, drawn, move_of
+from whet.envs.frozen_lake import FrozenLake, drawn, move_of
 from whet.envs.text_worlds import elements_of
 from whet.rewards.trinity import toolcall_reward
 from whet.types import ConfigError, DataError, Json, Message, Task
@@ -115,10 +115,14 @@ def test_drawing_ends_where_no_lake_has_a_way(monkeypatch: pytest.MonkeyPatch) -
     "board", [["SF", "F"], ["SF", "FF"], ["SS", "FG"], ["SX", "FG"], [], "SFG", ["S", 3]]
 )
 def test_a_board_that_is_none_is_refused(board: Any) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.env\.arguments\.board: expected rows"):
+    with pytest.raises(ConfigError, match=r"rollout\.env\.arguments\.board.*expected (rows|a list|text)"):
         FrozenLake.prepare({"board": board})
-    with pytest.raises(ConfigError, match=r"rollout\.env\.arguments\.board: expected rows"):
-        checked(board)
+
+
+def test_a_lake_has_as_many_moves_as_its_steps_whatever_the_run_allows() -> None:
+    env = FrozenLake(task(seed=42, size=2, p=0.6), world(), steps=2)
+    first, last = (played_one(env, "```Up```") for _ in range(2))
+    assert (first.done, last.done, last.stop, last.messages) == (False, True, "turns", [])
 
 
 # ---------------------------------------------------------------- sudoku
@@ -164,6 +168,34 @@ def test_each_turn_of_a_sudoku_sees_the_board_alone() -> None:
         "The board, 0 for an empty cell:\n1 0 3 4\n3 4 1 2\n2 1 4 3\n4 3 2 1\n"
         "Replies left: 3. A reply fills 1 to 5 cells."
     ]
+
+
+@pytest.mark.parametrize("arguments", [{"steps": 0}, {"steps": "20"}, {"moves": 0}, {"move": 5}])
+def test_arguments_of_no_sudoku_are_refused(arguments: dict[str, Json]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.env\.arguments.*(expected a whole number >= 1|it has: )"
+    ):
+        sudoku.make.prepare(arguments)
+
+
+def test_a_sudoku_has_as_many_replies_as_its_steps_whatever_the_run_allows() -> None:
+    env = sudoku.Sudoku(task(puzzle=PUZZLE, solution=SOLUTION), world(), steps=1)
+    last = played_one(env, "0 1 2")
+    assert (last.done, last.stop, last.reward, last.history, last.messages) == (True, "turns", 0.0, None, [])
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        [[2, 1, 3, 4], *SOLUTION[1:]],
+        PUZZLE,
+        [[1, 3, 3, 4], *SOLUTION[1:]],
+        [[0] * 9 for _ in range(9)],
+    ],
+)
+def test_a_solution_that_no_reply_can_reach_is_a_fault(solution: list[list[int]]) -> None:
+    with pytest.raises(EnvFault, match="the column 'solution' of task 0 does not solve its 'puzzle'"):
+        sudoku.Sudoku(task(puzzle=PUZZLE, solution=solution), world())
 
 
 def test_a_drawn_sudoku_is_one_and_the_same_for_a_task() -> None:
@@ -291,14 +323,14 @@ def act(action: str) -> str:
 
 def test_alfworld_pays_at_the_end_and_takes_a_tenth_for_none(packages: None) -> None:
     text_worlds.alfworld.prepare({"column": "game_file"})
-    one = text_worlds.alfworld(task(game_file="a.tw"), world(), "game_file", steps=2)
+    one = text_worlds.alfworld(task(game_file="a.tw"), world(), column="game_file", steps=2)
     assert said([EnvStep(one.first())]) == ["Observation: You are in a.tw. Your task is to: find a cup."]
     steps = answers(one, act("look"), act("take cup 1"))
     assert said(steps)[0].startswith("Observation: Nothing happens. Is the action one of the list")
     assert [(s.reward, s.done, s.stop) for s in steps] == [(0.0, False, None), (1.0, True, None)]
     one.close()
     assert one.game.env.closed
-    other = text_worlds.alfworld(task(game_file="a.tw"), world(), "game_file", steps=2)
+    other = text_worlds.alfworld(task(game_file="a.tw"), world(), column="game_file", steps=2)
     steps = answers(other, "no action at all", act("look"))
     assert [(s.reward, s.done, s.stop) for s in steps] == [(0.0, False, None), (-0.1, True, "turns")]
     assert [s.parts["invalid"] for s in steps] == [1.0, 0.0]
@@ -337,7 +369,7 @@ def test_alfworld_pays_replies_with_all_elements(
     """As RAFT_alfworld_workflow of Trinity-RFT 0.6.0: three equal actions in a row are the end."""
     how: dict[str, Any] = {"elements": ELEMENTS, "repeats": 3, "unfinished": 0.0}
     text_worlds.alfworld.prepare({"column": "game_file", **how})
-    env = text_worlds.alfworld(task(game_file="a.tw"), world(), "game_file", steps=5, **how)
+    env = text_worlds.alfworld(task(game_file="a.tw"), world(), column="game_file", steps=5, **how)
     *before, last = answers(env, *replies)
     assert not any(step.done for step in before)
     assert (last.reward, last.done, last.stop) == ends
@@ -347,8 +379,8 @@ def test_alfworld_pays_replies_with_all_elements(
     ("given", "why"),
     [
         ({"elements": ["think"]}, "with action among them"),
-        ({"elements": "action"}, "expected a list of names"),
-        ({"repeats": 1}, "repeats=1; expected an integer of at least 2"),
+        ({"elements": "action"}, "expected a list"),
+        ({"repeats": 1}, "repeats=1; expected a whole number >= 2 or null"),
     ],
 )
 def test_elements_and_repeats_that_are_none(packages: None, given: dict[str, Json], why: str) -> None:
@@ -359,7 +391,7 @@ def test_elements_and_repeats_that_are_none(packages: None, given: dict[str, Jso
 def test_scienceworld_pays_the_highest_score_so_far(packages: None) -> None:
     """Scores 30, -20, 50: the highest is 50 of 100, so the rewards are .3, 0 and .2."""
     asked = json.dumps({"task_name": "boil", "var_num": 7, "jar_path": "w.jar"})
-    env = text_worlds.scienceworld(task(task_desc=asked), world(), "task_desc")
+    env = text_worlds.scienceworld(task(task_desc=asked), world(), column="task_desc")
     assert said([EnvStep(env.first())]) == ["Observation: The task: Do ('boil', 7, 'easy').\nA kitchen."]
     steps = answers(env, act("open"), act("close"), act("focus"))
     assert [s.reward for s in steps] == pytest.approx([0.3, 0.0, 0.2])
@@ -367,7 +399,9 @@ def test_scienceworld_pays_the_highest_score_so_far(packages: None) -> None:
 
 
 def test_webshop_shares_one_shop_and_no_session(packages: None) -> None:
-    one, other = (text_worlds.webshop(task(task_id=n), world(), "task_id", num_products=5) for n in (3, "3"))
+    one, other = (
+        text_worlds.webshop(task(task_id=n), world(), column="task_id", num_products=5) for n in (3, "3")
+    )
     one.first(), other.first()
     server = one.game.env.server
     assert server is other.game.env.server
@@ -402,7 +436,7 @@ def test_a_row_that_names_no_game_is_a_fault(
     packages: None, factory: str, row: dict[str, Json], why: str
 ) -> None:
     with pytest.raises(EnvFault, match=why):
-        getattr(text_worlds, factory)(task(**row), world(), "game")
+        getattr(text_worlds, factory)(task(**row), world(), column="game")
 
 
 @pytest.mark.parametrize(
@@ -420,9 +454,9 @@ def test_a_world_without_its_package_says_how_to_install_it(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=install):
         getattr(text_worlds, factory).prepare({"column": "game"})
-    with pytest.raises(ConfigError, match="'colum' is no argument of make; did you mean 'column'"):
+    with pytest.raises(ConfigError, match="'colum' is not known; did you mean 'column'"):
         getattr(text_worlds, factory).prepare({"colum": "game"})
-    with pytest.raises(ConfigError, match=r"steps=0; expected an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"steps=0; expected a whole number >= 1"):
         getattr(text_worlds, factory).prepare({"column": "game", "steps": 0})
 
 

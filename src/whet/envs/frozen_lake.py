@@ -10,11 +10,14 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+from pydantic import model_validator
 
+from whet.config.environments import AT
+from whet.config.sections.base import Positive, Section
+from whet.envs.arguments import section
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.types import ConfigError, Json, Message, Task
 
-_WHERE = "rollout.env.arguments"
 MOST_SIZE = 64
 """Rows and columns of a lake."""
 MOST_DRAWN = 10_000
@@ -28,26 +31,33 @@ Place = tuple[int, int]
 """(row, column)"""
 
 
+class LakeArguments(Section):
+    """`rollout.env.arguments`."""
+
+    steps: Positive = 10
+    """Moves of an episode; the policy is told how many are left (Trinity: agent_max_steps)."""
+    way: Positive = 8
+    """Longest way to the goal of a lake that is drawn (env_max_steps)."""
+    slippery: bool = False
+    """Each step goes one way of three (is_slippery)."""
+    board: tuple[str, ...] | None = None
+    """Rows of S, F, H and G, the same lake for all tasks (desc)."""
+
+    @model_validator(mode="after")
+    def _is_lake(self) -> LakeArguments:
+        if self.board is not None:
+            check_board(self.board)
+        return self
+
+
 class FrozenLake:
     """The lake of one rollout."""
 
-    def __init__(
-        self,
-        task: Task,
-        world: World,
-        *,
-        steps: int = 10,
-        way: int = 8,
-        slippery: bool = False,
-        board: Sequence[str] | None = None,
-    ) -> None:
-        """steps: moves of an episode; the policy is told how many are left (Trinity: agent_max_steps). way: longest way
-        to the goal of a lake that is drawn (env_max_steps). slippery: each step goes one way of three (is_slippery).
-        board: rows of S, F, H and G, the same lake for all tasks (desc).
-        """
+    def __init__(self, task: Task, world: World, **arguments: Json) -> None:
+        """arguments: those of `LakeArguments`."""
+        self.asked, self.turn = section(LakeArguments, arguments), 0
         self.seed = _whole(task, "seed", 42, 0, 2**63)
-        self.board = _drawn(task, self.seed, way) if board is None else checked(board)
-        self.steps, self.slippery, self.turn = steps, slippery, 0
+        self.board = self.asked.board or _drawn(task, self.seed, self.asked.way)
         self.place = next(p for p, field in _fields(self.board) if field == "S")
         self.rng = generator(self.seed)
         self.rng.random()  # gymnasium draws where to begin
@@ -55,12 +65,7 @@ class FrozenLake:
     @classmethod
     def prepare(cls, arguments: dict[str, Json]) -> None:
         """ConfigError for arguments that no lake can have."""
-        for name in ("steps", "way"):
-            value = arguments.get(name, 1)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{_WHERE}.{name}={value!r}; expected an integer of at least 1")
-        if arguments.get("board") is not None:
-            checked(arguments["board"])
+        section(LakeArguments, arguments)
 
     async def first(self) -> list[Message]:
         return [self._told()]
@@ -73,14 +78,16 @@ class FrozenLake:
             self.place = self._moved(move)
         field = self.board[self.place[0]][self.place[1]]
         parts = {"invalid": float(move is None), "stayed": float(self.place == before)}
-        done = field in "GH"
+        ended = field in "GH"
+        done = ended or self.turn == self.asked.steps
         told = [] if done else [self._told(stayed=self.place == before)]
-        return EnvStep(told, float(field == "G"), parts, done)
+        return EnvStep(told, float(field == "G"), parts, done, stop=None if ended or not done else "turns")
 
     def _moved(self, move: int) -> Place:
         """Where a move ends. The ice turns it to either side as often as it leaves it."""
-        ways = [(move - 1) % 4, move, (move + 1) % 4] if self.slippery else [move]
-        odds = [(1.0 - THIRD) / 2.0, THIRD, (1.0 - THIRD) / 2.0] if self.slippery else [1.0]
+        slips = self.asked.slippery
+        ways = [(move - 1) % 4, move, (move + 1) % 4] if slips else [move]
+        odds = [(1.0 - THIRD) / 2.0, THIRD, (1.0 - THIRD) / 2.0] if slips else [1.0]
         drawn = int(np.argmax(np.cumsum(odds) > self.rng.random()))
         down, right = list(MOVES.values())[ways[drawn]]
         size_down, size_right = len(self.board), len(self.board[0])
@@ -100,7 +107,7 @@ class FrozenLake:
             said.append(
                 "Your last reply did not change the place of P: give one move in ``` ```, such as ```Up```."
             )
-        return Message("user", "\n".join([*said, f"Moves left: {self.steps - self.turn}."]))
+        return Message("user", "\n".join([*said, f"Moves left: {self.asked.steps - self.turn}."]))
 
 
 def move_of(text: str) -> int | None:
@@ -138,16 +145,14 @@ def drawn(size: int, p: float, seed: int, way: int) -> list[str]:
     )
 
 
-def checked(board: object) -> list[str]:
-    """A lake that is given. ConfigError says what is wrong with it."""
-    expected = f"{_WHERE}.board: expected rows of equal length, of the letters S (one), F, H and G"
-    if not isinstance(board, list | tuple) or not all(isinstance(row, str) for row in board):
-        raise ConfigError(f"{expected}; got {str(board)[:60]!r}")
+def check_board(board: Sequence[str]) -> None:
+    """ConfigError says what is wrong with a lake that is given."""
     fields = "".join(board)
-    same = len({len(row) for row in board}) == 1 and len(board) <= MOST_SIZE >= len(board[0])
+    same = len(set(map(len, board))) == 1 and len(board) <= MOST_SIZE >= len(board[0])
     if not same or set(fields) - set("SFHG") or fields.count("S") != 1 or "G" not in fields:
-        raise ConfigError(f"{expected}; got {list(board)!r:.200}")
-    return list(board)
+        raise ConfigError(
+            f"{AT}.board: expected rows of equal length, of the letters S (one), F, H and G; got {list(board)!r:.200}"
+        )
 
 
 def _drawn(task: Task, seed: int, way: int) -> list[str]:

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
+from pydantic import Field
+
+from whet.config.environments import AT
+from whet.config.sections.base import NonNegative, Positive, Section
+from whet.envs.arguments import section
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.guard.foreign import number, said, words
 from whet.guard.worker import describe
@@ -25,7 +30,6 @@ try:
 except ImportError as error:
     raise ImportError(f"it needs the package gymnasium: pip install 'whet[gymnasium]' ({error})") from error
 
-_WHERE = "rollout.env.arguments"
 MOST_SEED = 2**31
 """Seeds are below it; older random generators take no others."""
 MOST_SHOWN = 300
@@ -36,43 +40,42 @@ class NoAction(ValueError):
     """A reply that is no action of the environment."""
 
 
+class GymnasiumArguments(Section):
+    """`rollout.env.arguments`."""
+
+    env: str
+    """An id of gymnasium's registry, 'module:Id', which imports the module first, or 'package.module:name' or
+    'path/to/file.py:name' of a class or function."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """What it is made with, and `max_episode_steps`."""
+    say: str | None = None
+    """'path/to/file.py:name' of a function that tells an observation, say(observation) -> text; it may also take `env`
+    and `info` by name. Default: numbers of Discrete spaces, texts of Text spaces."""
+    act: str | None = None
+    """The same of one that reads a reply, act(text) -> action; it raises ValueError where the text is no action."""
+    seed: str | None = None
+    """The column of the row with the seed of `reset`, so that all rollouts of a task begin in the same state. Default:
+    a seed for each rollout, of `world.rng`."""
+    invalid: Literal["tell", "end"] = "tell"
+    """What follows a reply that is no action: the policy is told why, or the episode ends."""
+    max_invalid: Positive = 3
+    """Such replies in a row, with the last of which the episode ends."""
+    invalid_penalty: NonNegative = 0.0
+    """Taken from the reward for each of them."""
+    parts: tuple[str, ...] = ()
+    """Numbers of `info` that are recorded, with their sums over the turns; 0 for a turn without them."""
+
+
 class GymnasiumEnv:
     """An environment of gymnasium for one rollout."""
 
-    def __init__(
-        self,
-        task: Task,
-        world: World,
-        env: str,
-        *,
-        arguments: Mapping[str, Json] | None = None,
-        say: str | None = None,
-        act: str | None = None,
-        seed: str | None = None,
-        invalid: str = "tell",
-        max_invalid: int = 3,
-        invalid_penalty: float = 0.0,
-        parts: Sequence[str] = (),
-    ) -> None:
-        """env: an id of gymnasium's registry, 'module:Id', which imports the module first, or 'package.module:name' or
-        'path/to/file.py:name' of a class or function. arguments: what it is made with, and `max_episode_steps`.
-        say: 'path/to/file.py:name' of a function that tells an observation, say(observation) -> text. act: the same of
-        one that reads a reply, act(text) -> action; it raises ValueError where the text is no action. Each may also
-        take `env` and `info` by name. Default: numbers of Discrete spaces, texts of Text spaces.
-        seed: the column of the row with the seed of `reset`, so that all rollouts of a task begin in the same state.
-        Default: a seed for each rollout, of `world.rng`.
-        invalid: what follows a reply that is no action: the policy is told why ('tell'), up to max_invalid times in a
-        row, or the episode ends ('end'). invalid_penalty is taken from the reward for each.
-        parts: numbers of `info` that are recorded, with their sums over the turns; 0 for a turn without them.
-
-        ConfigError for a value that is none of these.
-        """
-        _check(invalid, max_invalid, invalid_penalty)
-        self.task, self.world, self.seed, self.parts = task, world, seed, tuple(parts)
-        self.ends, self.most, self.penalty = invalid == "end", max_invalid, invalid_penalty
-        self.inner = _open(env, arguments or {}, disable_env_checker=True)
-        self.say = _function(say, "say") or _teller(self.inner.observation_space)
-        self.act = _function(act, "act") or _reader(self.inner.action_space)
+    def __init__(self, task: Task, world: World, **arguments: Json) -> None:
+        """arguments: those of `GymnasiumArguments`."""
+        asked = section(GymnasiumArguments, arguments)
+        self.task, self.world, self.asked = task, world, asked
+        self.inner = _open(asked.env, asked.arguments, disable_env_checker=True)
+        self.say = _function(asked.say, "say") or _teller(self.inner.observation_space)
+        self.act = _function(asked.act, "act") or _reader(self.inner.action_space)
         self.info: Mapping[str, Any] = {}
         self.wrong = 0
         """Replies in a row that were no action."""
@@ -80,15 +83,16 @@ class GymnasiumEnv:
     @classmethod
     def prepare(cls, arguments: Mapping[str, Json]) -> None:
         """Make an environment, reset it and tell what it observes: ConfigError if that cannot be."""
+        asked = section(GymnasiumArguments, arguments)
         try:
-            _open(arguments["env"], arguments.get("arguments") or {}).close()  # with gymnasium's own checks
+            _open(asked.env, asked.arguments).close()  # with gymnasium's own checks
             env = cls(_NO_TASK, World(0, _nobody), **{**arguments, "seed": None})
             env.first()
             env.close()
         except ConfigError:
             raise
         except Exception as error:  # the user's code
-            raise ConfigError(f"{_WHERE}.env={arguments['env']!r}: {describe(error)}") from error
+            raise ConfigError(f"{AT}.env={asked.env!r}: {describe(error)}") from error
 
     def first(self) -> list[Message]:
         """What is observed at the beginning."""
@@ -110,7 +114,9 @@ class GymnasiumEnv:
             {
                 "invalid": 0.0,
                 "truncated": float(stopped),
-                **{name: number(self.info.get(name, 0.0), f" at info[{name!r}]") for name in self.parts},
+                **{
+                    name: number(self.info.get(name, 0.0), f" at info[{name!r}]") for name in self.asked.parts
+                },
             },
             done,
             stop="truncated" if stopped else None,
@@ -122,14 +128,14 @@ class GymnasiumEnv:
     # -- texts
 
     def _seed(self) -> int:
-        if self.seed is None:
+        if self.asked.seed is None:
             return self.world.rng.randrange(MOST_SEED)
-        value = self.task.extra.get(self.seed)
+        value = self.task.extra.get(self.asked.seed)
         if type(value) is not int or not 0 <= value < MOST_SEED:
             there = ", ".join(sorted(self.task.extra)) or "none"
             raise EnvFault(
-                f"the column {self.seed!r} ({_WHERE}.seed) is {str(value)[:40]!r}; expected a number of at least 0 and "
-                f"below {MOST_SEED}; columns: {there}"
+                f"the column {self.asked.seed!r} ({AT}.seed) is {str(value)[:40]!r}; expected a number of at least 0 "
+                f"and below {MOST_SEED}; columns: {there}"
             )
         return value
 
@@ -150,10 +156,10 @@ class GymnasiumEnv:
 
     def _invalid(self, why: str) -> EnvStep:
         self.wrong += 1
-        done = self.ends or self.wrong >= self.most
+        done = self.asked.invalid == "end" or self.wrong >= self.asked.max_invalid
         told = [] if done else [Message("user", f"This is no action: {why}")]
-        penalty = -self.penalty if self.penalty else None
-        parts = {"invalid": 1.0, **dict.fromkeys(("truncated", *self.parts), 0.0)}
+        penalty = -self.asked.invalid_penalty or None
+        parts = {"invalid": 1.0, **dict.fromkeys(("truncated", *self.asked.parts), 0.0)}
         return EnvStep(told, penalty, parts, done, stop="malformed" if done else None)
 
 
@@ -164,27 +170,18 @@ async def _nobody(*_: object) -> Message:
     raise RuntimeError("no policy replies before the first rollout")
 
 
-def _check(invalid: object, max_invalid: object, penalty: object) -> None:
-    if invalid not in ("tell", "end"):
-        raise ConfigError(f"{_WHERE}.invalid={invalid!r}; expected one of tell, end")
-    if type(max_invalid) is not int or max_invalid < 1:
-        raise ConfigError(f"{_WHERE}.max_invalid={max_invalid!r}; expected an integer of at least 1")
-    if type(penalty) not in (int, float) or not penalty >= 0:  # type: ignore[operator]
-        raise ConfigError(f"{_WHERE}.invalid_penalty={penalty!r}; expected a number of at least 0")
-
-
 def _open(env: str, arguments: Mapping[str, Json], **how: Any) -> Any:
     """One path for ids and for classes: gymnasium's, with its wrappers (order of calls, time limit)."""
     place, _, name = env.rpartition(":")
     if place.endswith(".py") or (place and hasattr(importlib.import_module(place), name)):
-        made: Any = EnvSpec(id=f"{name}-v0", entry_point=load_object(env, what=f"{_WHERE}.env"))
+        made: Any = EnvSpec(id=f"{name}-v0", entry_point=load_object(env, what=f"{AT}.env"))
     else:
         made = env
     return gymnasium.make(made, **{**how, **arguments})
 
 
 def _function(spec: str | None, name: str) -> Callable[..., Any] | None:
-    return None if spec is None else load_object(spec, what=f"{_WHERE}.{name}")
+    return None if spec is None else load_object(spec, what=f"{AT}.{name}")
 
 
 def _called(function: Callable[..., Any], value: Any, env: GymnasiumEnv) -> Any:
@@ -201,7 +198,7 @@ def _teller(space: spaces.Space[Any]) -> Callable[[Any], str]:
     if isinstance(space, spaces.Discrete):
         return lambda observation: str(int(observation))
     raise ConfigError(
-        f"{_WHERE}.say is not given, and observations of {space} have no text of their own; give a function, "
+        f"{AT}.say is not given, and observations of {space} have no text of their own; give a function, "
         "say(observation) -> text, as 'path/to/file.py:name'"
     )
 
@@ -213,7 +210,7 @@ def _reader(space: spaces.Space[Any]) -> Callable[[str], Any]:
     if isinstance(space, spaces.Discrete):
         return lambda text: _number(text, int(space.start), int(space.start + space.n) - 1)
     raise ConfigError(
-        f"{_WHERE}.act is not given, and actions of {space} have no text of their own; give a function, "
+        f"{AT}.act is not given, and actions of {space} have no text of their own; give a function, "
         "act(text) -> action, as 'path/to/file.py:name'"
     )
 

@@ -49,7 +49,7 @@ from whet.guard.traces import Traces, written
 from whet.guard.worker import describe
 from whet.rewards.bind import unpack_task
 from whet.tables import load_object
-from whet.types import ConfigError, Json, Message
+from whet.types import Json, Message, WhetError
 
 MODULE = "whet.envs.host"
 CLOSE_S = 5.0
@@ -469,7 +469,7 @@ def serve(connection: Connection) -> None:
         if (prepare := factory_method(make, "prepare")) is not None:
             prepare(asked["arguments"])
     except BaseException as error:  # noqa: BLE001  the user's module runs here for the first time
-        ours = isinstance(error, ConfigError)
+        ours = isinstance(error, WhetError)
         say("refused", str(error) if ours else f"rollout.env.make {asked['make']!r}: {describe(error)}")
         return
     if asked["memory_mb"] is not None:

@@ -9,15 +9,16 @@ process group of its host, so that it ends with it, and what it says is bounded.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from threading import Thread
 from typing import Any, cast
 
+from pydantic import Field, model_validator
+
+from whet.config.environments import AT
+from whet.config.sections.base import Above0, Section
 from whet.envs.env import EnvFault
 from whet.envs.schemas import check_schema
 from whet.envs.tools import Tool, ToolError
@@ -39,13 +40,12 @@ STOP_S = 1.0
 """How long a server may take to end once its input is closed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class McpServer:
-    """A server. ConfigError for a value that is none."""
+class McpServer(Section):
+    """A server."""
 
     command: tuple[str, ...]
     """The program and its arguments."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
     """Variables of its environment beside those of INHERITED."""
     cwd: str | None = None
     """Its working directory. Default: that of the run."""
@@ -53,30 +53,19 @@ class McpServer:
     """Those of its tools that the policy is told of. Default: all."""
     prefix: str = ""
     """Stands before the names of its tools, for two servers with equal names."""
-    start_timeout_s: float = 60.0
+    start_timeout_s: Above0 = 60.0
     """Longest time until it has listed its tools."""
 
-    def __post_init__(self) -> None:
-        for name in ("command", "tools"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(x, str) for x in value):
-                raise ConfigError(f"rollout.env.arguments.mcp.{name}={value!r}; expected a list of texts")
-            object.__setattr__(self, name, tuple(value))
+    @model_validator(mode="after")
+    def _can_start(self) -> McpServer:
         if not self.command:
-            raise ConfigError(
-                "rollout.env.arguments.mcp.command is empty; expected a program and its arguments"
-            )
-        if not all(isinstance(x, str) for pair in self.env.items() for x in pair):
-            raise ConfigError("rollout.env.arguments.mcp.env: expected texts by name")
-        if type(self.start_timeout_s) not in (int, float) or not self.start_timeout_s > 0:
-            raise ConfigError(
-                f"rollout.env.arguments.mcp.start_timeout_s={self.start_timeout_s!r}; expected a number above 0"
-            )
+            raise ConfigError(f"{AT}.mcp.command is empty; expected a program and its arguments")
+        return self
 
     @property
     def key(self) -> str:
         """Names it in this process."""
-        return json.dumps(asdict(self))
+        return self.model_dump_json()
 
 
 def tools_of(server: McpServer) -> list[Tool]:
@@ -88,7 +77,7 @@ def tools_of(server: McpServer) -> list[Tool]:
 @cache
 def _listed(key: str) -> tuple[ToolSpec, ...]:
     """The tools of a server, which is started and ended for this."""
-    server = McpServer(**json.loads(key))
+    server = McpServer.model_validate_json(key)
     found: list[tuple[ToolSpec, ...] | BaseException] = []
 
     async def ask() -> tuple[ToolSpec, ...]:
@@ -109,11 +98,11 @@ def _listed(key: str) -> tuple[ToolSpec, ...]:
     thread.join()
     (result,) = found
     if isinstance(result, BaseException):
-        raise ConfigError(f"rollout.env.arguments.mcp: {said(result)}") from result
+        raise ConfigError(f"{AT}.mcp: {said(result)}") from result
     names = [spec.name.removeprefix(server.prefix) for spec in result]
     if missing := [name for name in server.tools if name not in names]:
         raise ConfigError(
-            f"rollout.env.arguments.mcp.tools: the server {server.command[0]!r} has no {', '.join(missing)}; it has: "
+            f"{AT}.mcp.tools: the server {server.command[0]!r} has no {', '.join(missing)}; it has: "
             f"{', '.join(names) or 'none'}"
         )
     wanted = server.tools or names
@@ -244,7 +233,7 @@ def _client(transport: Stdio) -> Any:
         from mcp import Client
     except ImportError as error:
         raise ConfigError(
-            f"MCP servers need the package mcp ({error}): pip install 'whet[mcp]', or remove rollout.env.arguments.mcp"
+            f"MCP servers need the package mcp ({error}): pip install 'whet[mcp]', or remove {AT}.mcp"
         ) from error
     return Client(transport, cache=None)  # type: ignore[arg-type]
 

@@ -6,47 +6,66 @@ judge, and those that evaluate text do so in a sandbox (docs/decisions/018).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
+from pydantic import model_validator
+
+from whet.config.environments import AT
 from whet.config.schema import RewardConfig, RewardWorkersConfig
+from whet.config.sections.base import Above0, Fraction, Positive, Section
+from whet.envs.arguments import section
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.rewards.combine import RewardSet, score
 from whet.types import ConfigError, Group, Json, Message, Rollout, Task
 
-_WHERE = "rollout.env.arguments"
 _NAME = "verifier"
 FEEDBACK = "This is not right. Try again."
+
+
+class TriesArguments(Section):
+    """`rollout.env.arguments`."""
+
+    verifiers: str | tuple[str, ...]
+    """Names of reasoning-gym that may judge."""
+    tries: Positive = 3
+    """Replies of an episode, which ends with a right one."""
+    decay: Fraction = 0.5
+    """The reward is the score of the last reply, times this for each try before it."""
+    feedback: str = FEEDBACK
+    """What the policy is told after a wrong try, with {left} for the tries that are left and {score} for what the
+    verifier gave."""
+    exact: bool = True
+    """As for the reward `reasoning_gym`."""
+    pattern: str | None = None
+    """As for the reward `reasoning_gym`."""
+    workers: Positive = 1
+    """Processes of verifiers in each host."""
+    timeout_s: Above0 = 10.0
+    """Longest time of a verdict."""
+
+    @model_validator(mode="after")
+    def _can_be_told(self) -> TriesArguments:
+        try:
+            said = self.feedback.format(left=1, score="0")
+        except (LookupError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{AT}.feedback={self.feedback!r}: {error!r}; expected a text, with {{left}} and {{score}} at most"
+            ) from error
+        if not said:
+            raise ConfigError(
+                f"{AT}.feedback is empty; expected the text that the policy reads after a wrong try"
+            )
+        return self
 
 
 class TriesEnv:
     """Tries of one rollout, each told whether it was right."""
 
-    def __init__(
-        self,
-        task: Task,
-        world: World,
-        *,
-        verifiers: str | list[str],
-        tries: int = 3,
-        decay: float = 0.5,
-        feedback: str = FEEDBACK,
-        exact: bool = True,
-        pattern: str | None = None,
-        workers: int = 1,
-        timeout_s: float = 10.0,
-    ) -> None:
-        """verifiers: names of reasoning-gym that may judge; exact, pattern: as for the reward `reasoning_gym`.
-        The episode ends with a right reply or after `tries`. Its reward is the score of the last reply, times decay for
-        each try before it. feedback: what the policy is told after a wrong try, with {left} for the tries that are
-        left and {score} for what the verifier gave. workers, timeout_s: of the processes of verifiers in each host.
-
-        ConfigError for a value that is none of these.
-        """
-        _check(tries, decay, feedback)
+    def __init__(self, task: Task, world: World, **arguments: Json) -> None:
+        """arguments: those of `TriesArguments`. ConfigError for verifiers that may not judge."""
         self.task, self.world = task, world
-        self.tries, self.decay, self.feedback = tries, decay, feedback
-        self.judge = _judge(verifiers, exact, pattern, workers, timeout_s)
+        self.asked = section(TriesArguments, arguments)
+        self.judge = _judge(self.asked)
         self.tried = 0
 
     @classmethod
@@ -62,12 +81,12 @@ class TriesEnv:
         """The verdict on one try. EnvFault where the verifier gives none."""
         self.tried += 1
         given = await self._score(reply.content)
-        left = self.tries - self.tried
+        left = self.asked.tries - self.tried
         right = given >= 1.0
         parts = {"right": float(right), "right_at_once": float(right and self.tried == 1)}
         if right or left == 0:
-            return EnvStep([], given * self.decay ** (self.tried - 1), parts)
-        told = self.feedback.format(left=left, score=f"{given:g}")
+            return EnvStep([], given * self.asked.decay ** (self.tried - 1), parts)
+        told = self.asked.feedback.format(left=left, score=f"{given:g}")
         return EnvStep([Message("user", told)], 0.0, parts, done=False)
 
     async def close(self) -> None:
@@ -93,33 +112,14 @@ async def _nobody(*_: object) -> Message:
     raise RuntimeError("no policy replies before the first rollout")
 
 
-def _check(tries: object, decay: object, feedback: str) -> None:
-    if type(tries) is not int or tries < 1:
-        raise ConfigError(f"{_WHERE}.tries={tries!r}; expected an integer of at least 1")
-    if type(decay) not in (int, float) or not 0 <= decay <= 1:  # type: ignore[operator]
-        raise ConfigError(f"{_WHERE}.decay={decay!r}; expected a number from 0 to 1")
-    try:
-        said = feedback.format(left=1, score="0")
-    except (LookupError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{_WHERE}.feedback={feedback!r}: {error!r}; expected a text, with {{left}} and {{score}} at most"
-        ) from error
-    if not said:
-        raise ConfigError(
-            f"{_WHERE}.feedback is empty; expected the text that the policy reads after a wrong try"
-        )
-
-
-def _judge(
-    verifiers: str | list[str], exact: bool, pattern: str | None, workers: int, timeout_s: float
-) -> RewardSet:
+def _judge(asked: TriesArguments) -> RewardSet:
     """The rewards' own way to the verifier. ConfigError where it may not judge."""
-    how = {"verifiers": verifiers, "exact": exact, "pattern": pattern}
-    key = json.dumps([how, workers, timeout_s])
+    key = asked.model_dump_json(include={"verifiers", "exact", "pattern", "workers", "timeout_s"})
     if key not in _judges:
+        how = asked.model_dump(mode="json", include={"verifiers", "exact", "pattern"})
         reward = RewardConfig(function="reasoning_gym", arguments=how)
         _judges[key] = RewardSet.from_config(
-            {_NAME: reward}, RewardWorkersConfig(count=workers, timeout_s=timeout_s)
+            {_NAME: reward}, RewardWorkersConfig(count=asked.workers, timeout_s=asked.timeout_s)
         )
     return _judges[key]
 

@@ -94,6 +94,8 @@ def schema_of(hint: Any) -> dict[str, Json]:
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
     origin, inner = get_origin(hint), get_args(hint)
+    if origin in _TYPES and not inner:  # typing.List and the like
+        return {"type": _TYPES[origin]}
     if origin is Literal:
         return _enum(list(inner), hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -344,7 +346,7 @@ def converter(hint: Any) -> Callable[[Json], Any] | None:
         each = [converter(t) or _same_value for t in inner if t is not ...] or [_same_value]
         repeats = not inner or inner[1:] == (...,)
         return lambda value: tuple(f(x) for f, x in zip(each * len(value) if repeats else each, value))
-    of = converter(inner[-1]) if origin in (list, dict) else None
+    of = converter(inner[-1]) if inner and origin in (list, dict) else None
     if of is not None and origin is list:
         return partial(_each, of)
     if of is not None:

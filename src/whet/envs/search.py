@@ -13,11 +13,14 @@ import re
 import sqlite3
 import tempfile
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from urllib.parse import quote
 
+from pydantic import model_validator
+
+from whet.config.environments import AT
+from whet.config.sections.base import Positive, Section
 from whet.data.files import read_files
 from whet.data.parts import FileRows
 from whet.envs.schemas import check_name
@@ -36,9 +39,8 @@ _BATCH = 4096
 _WORD = re.compile(r"\w+")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Documents:
-    """What is searched. ConfigError for a value that is none."""
+class Documents(Section):
+    """What is searched."""
 
     path: str
     """A .jsonl or .parquet file with a document in each row."""
@@ -53,26 +55,25 @@ class Documents:
     name: str = "search"
     """Of the tool."""
     description: str = "Search documents by words. Returns the best matches, best first."
-    results: int = 3
+    results: Positive = 3
     """Documents that a search returns where the policy does not say how many."""
-    most_results: int = 10
+    most_results: Positive = 10
     """That it may ask for."""
-    document_chars: int = 1000
+    document_chars: Positive = 1000
     """Of each document that are shown."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _can_be(self) -> Documents:
         check_name(self.name)
-        for key in ("results", "most_results", "document_chars"):
-            if type(value := getattr(self, key)) is not int or value < 1:
-                raise ConfigError(f"rollout.env.arguments.search.{key}={value!r}; expected at least 1")
         if self.results > self.most_results:
             raise ConfigError(
-                f"rollout.env.arguments.search.results={self.results} is more than most_results={self.most_results}"
+                f"{AT}.search.results={self.results} is more than most_results={self.most_results}"
             )
         if Path(self.path).suffix not in (".jsonl", ".parquet"):
             raise ConfigError(
-                f"rollout.env.arguments.search.path={self.path!r}; expected a file that ends in .jsonl or .parquet"
+                f"{AT}.search.path={self.path!r}; expected a file that ends in .jsonl or .parquet"
             )
+        return self
 
 
 def search_tool(documents: Documents) -> Tool:

@@ -12,13 +12,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from whet.config.environments import AT
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.guard import sandbox
 from whet.guard.foreign import number
 from whet.tables import load_object, near
 from whet.types import ConfigError, Json, Message, Task
 
-_WHERE = "rollout.env.arguments"
 RUN_CODE = {"lcb", "searchcode"}
 """Of skyrl-gym 0.3 and 0.4: they run what the policy writes as a program, with the rights of the run."""
 RUN_SQL = {"text2sql"}
@@ -93,27 +93,27 @@ class SkyrlEnv:
 def _maker(env: str) -> Any:
     """What makes the environment. ConfigError says what is there."""
     if ":" in env:
-        return load_object(env, what=f"{_WHERE}.env")
+        return load_object(env, what=f"{AT}.env")
     try:
         import skyrl_gym
     except ImportError as error:
         raise ConfigError(
-            f"{_WHERE}.env={env!r} is a name of the package skyrl-gym: pip install 'whet[skyrl]', or give your class "
+            f"{AT}.env={env!r} is a name of the package skyrl-gym: pip install 'whet[skyrl]', or give your class "
             f"as 'path/to/file.py:name' ({error})"
         ) from error
     if env not in skyrl_gym.registry:
         raise ConfigError(
-            f"{_WHERE}.env={env!r} is not registered{near(env, skyrl_gym.registry)}; registered: "
+            f"{AT}.env={env!r} is not registered{near(env, skyrl_gym.registry)}; registered: "
             f"{', '.join(sorted(skyrl_gym.registry))}; `imports` loads modules that register more"
         )
     if env in RUN_CODE:
         raise ConfigError(
-            f"{_WHERE}.env={env!r} runs the policy's text as a program, with the rights of this run; expected an "
+            f"{AT}.env={env!r} runs the policy's text as a program, with the rights of this run; expected an "
             "environment that does so in a sandbox"
         )
     if env in RUN_SQL and (why := sandbox.lacking()):
         raise ConfigError(
-            f"{_WHERE}.env={env!r} runs the policy's text as SQL, which can make files; expected a system with a "
+            f"{AT}.env={env!r} runs the policy's text as SQL, which can make files; expected a system with a "
             f"sandbox to hold it: {why}"
         )
     return lambda **given: skyrl_gym.make(env, **given)

@@ -10,23 +10,40 @@ import random
 from collections.abc import Sequence
 from math import isqrt
 
+from whet.config.sections.base import Positive, Section
+from whet.envs.arguments import section
 from whet.envs.env import EnvFault, EnvStep, World
-from whet.types import Message, Task
+from whet.types import Json, Message, Task
 
 SIZE = 9
 Board = list[list[int]]
 
 
+class SudokuArguments(Section):
+    """`rollout.env.arguments`."""
+
+    steps: Positive = 20
+    """Replies of an episode; the policy is told how many are left."""
+    moves: Positive = 5
+    """Cells that a reply may fill."""
+
+
 class Sudoku:
     """The board of one rollout."""
 
-    def __init__(self, task: Task, world: World, *, steps: int = 20, moves: int = 5) -> None:
-        """steps: replies of an episode; the policy is told how many are left. moves: cells that a reply may fill."""
-        self.task, self.steps, self.moves, self.turn = task, steps, moves, 0
+    def __init__(self, task: Task, world: World, **arguments: Json) -> None:
+        """arguments: those of `SudokuArguments`."""
+        self.task, self.asked, self.turn = task, section(SudokuArguments, arguments), 0
         if "puzzle" in task.extra:
             self.board, self.solution = (_board(task, name) for name in ("puzzle", "solution"))
+            _check_solution(task, self.board, self.solution)
         else:
             self.board, self.solution = drawn(random.Random(task.uid))
+
+    @classmethod
+    def prepare(cls, arguments: dict[str, Json]) -> None:
+        """ConfigError for arguments that no game can have."""
+        section(SudokuArguments, arguments)
 
     async def first(self) -> list[Message]:
         return [self._told()]
@@ -34,7 +51,7 @@ class Sudoku:
     async def step(self, reply: Message) -> EnvStep:
         """-1 and the end for a reply that is no list of moves, or breaks a rule; 1 and the end for the solution."""
         self.turn += 1
-        moves = moves_of(reply.content, len(self.board), self.moves)
+        moves = moves_of(reply.content, len(self.board), self.asked.moves)
         if moves is None:
             return EnvStep(reward=-1.0, parts={"filled": 0.0, "solved": 0.0}, stop="malformed")
         for row, column, value in moves:
@@ -45,13 +62,14 @@ class Sudoku:
         parts = {"filled": float(len(moves)), "solved": float(solved)}
         if not solved and not is_valid(self.board):
             return EnvStep(reward=-1.0, parts=parts)
-        told = [] if solved else [self._told()]
+        if solved or self.turn == self.asked.steps:
+            return EnvStep(reward=float(solved), parts=parts, stop=None if solved else "turns")
         prompt = list(self.task.prompt) if isinstance(self.task.prompt, tuple) else None
-        return EnvStep(told, float(solved), parts, solved, history=None if solved else prompt)
+        return EnvStep([self._told()], 0.0, parts, done=False, history=prompt)
 
     def _told(self) -> Message:
         rows = [" ".join(map(str, row)) for row in self.board]
-        left = f"Replies left: {self.steps - self.turn}. A reply fills 1 to {self.moves} cells."
+        left = f"Replies left: {self.asked.steps - self.turn}. A reply fills 1 to {self.asked.moves} cells."
         return Message("user", "\n".join(["The board, 0 for an empty cell:", *rows, left]))
 
 
@@ -129,6 +147,18 @@ def _board(task: Task, name: str) -> Board:
             "numbers, 0 for an empty cell"
         )
     return [list(row) for row in value]
+
+
+def _check_solution(task: Task, puzzle: Board, solution: Board) -> None:
+    """EnvFault for a solution that no reply can reach."""
+    fits = len(puzzle) == len(solution) and all(
+        cell in (0, full) for row, filled in zip(puzzle, solution) for cell, full in zip(row, filled)
+    )
+    if not fits or not is_valid(solution) or any(0 in row for row in solution):
+        raise EnvFault(
+            f"the column 'solution' of task {task.uid} does not solve its 'puzzle'; expected the same numbers, with "
+            "all empty cells filled by the rules"
+        )
 
 
 make = Sudoku

@@ -8,21 +8,23 @@ code: all of its calls run in a thread of its own.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from pydantic import Field, model_validator
+
+from whet.config.environments import AT
+from whet.config.sections.base import Positive, Section
+from whet.envs.arguments import section
 from whet.envs.env import EnvFault, EnvStep, World
 from whet.guard.foreign import number
-from whet.tables import near
 from whet.types import ConfigError, Json, Message, Task
 
-_WHERE = "rollout.env.arguments"
 UNFINISHED = -0.1
 """The reward of an episode of ALFWorld or WebShop that its last step does not end."""
 
@@ -45,21 +47,37 @@ class Game(Protocol):
     def close(self) -> None: ...
 
 
+class WorldArguments(Section):
+    """`rollout.env.arguments`."""
+
+    column: str
+    """That of the row that names the game."""
+    steps: Positive = 30
+    """Replies of an episode."""
+    elements: tuple[str, ...] = ()
+    """Of a reply, the action among them. Default: the action alone, which may be missing."""
+    repeats: Annotated[int, Field(ge=2)] | None = None
+    """So many equal actions in a row end the episode without a reward."""
+    unfinished: float = 0.0
+    """What an episode is paid that its last step does not end."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> WorldArguments:
+        if self.elements and "action" not in self.elements:
+            raise ConfigError(
+                f"{AT}.elements={list(self.elements)!r}; expected names, with action among them"
+            )
+        return self
+
+
+A = TypeVar("A", bound=WorldArguments)
+
+
 class TextWorld:
     """The environment of one rollout."""
 
-    def __init__(
-        self,
-        game: Game,
-        steps: int,
-        unfinished: float,
-        elements: Sequence[str] = (),
-        repeats: int | None = None,
-    ) -> None:
-        """elements: of a reply, the action among them; none: the action alone, which may be missing. repeats: this many
-        equal actions in a row end the episode without a reward."""
-        self.game, self.left, self.unfinished = game, steps, unfinished
-        self.elements, self.repeats = tuple(elements), repeats
+    def __init__(self, game: Game, asked: WorldArguments) -> None:
+        self.game, self.asked, self.left = game, asked, asked.steps
         self.whole = True
         """All replies so far have had all elements."""
         self.actions: list[str] = []
@@ -72,8 +90,9 @@ class TextWorld:
         self.left -= 1
         action = self._action(reply.content)
         self.actions.append(action)
-        last = self.actions[-self.repeats :] if self.repeats else []
-        if len(last) == self.repeats and len(set(last)) == 1:
+        repeats = self.asked.repeats
+        last = self.actions[-repeats:] if repeats else []
+        if len(last) == repeats and len(set(last)) == 1:
             return EnvStep(reward=0.0, parts={"invalid": float(not action), "finished": 0.0})
         seen = self.game.step(action)
         reward = number(seen.reward, " as the reward of the world") if self.whole else 0.0
@@ -81,15 +100,16 @@ class TextWorld:
         if seen.done:
             return EnvStep(reward=reward, parts=parts)
         if self.left < 1:
-            return EnvStep(reward=reward + self.unfinished, parts=parts, stop="turns")
+            return EnvStep(reward=reward + self.asked.unfinished, parts=parts, stop="turns")
         return EnvStep([Message("user", f"Observation: {seen.text}")], reward, parts, done=False)
 
     def _action(self, text: str) -> str:
-        if not self.elements:
+        elements = self.asked.elements
+        if not elements:
             return action_of(text)
-        found = elements_of(text, self.elements)
+        found = elements_of(text, elements)
         self.whole &= all(found)
-        return found[self.elements.index("action")]
+        return found[elements.index("action")]
 
     def close(self) -> None:
         self.game.close()
@@ -114,67 +134,28 @@ def action_of(text: str) -> str:
     return found[1].strip() if found else ""
 
 
-class TextWorlds:
+class TextWorlds(Generic[A]):
     """Makes environments of a world: `rollout.env.make`."""
 
     def __init__(
         self,
-        opened: Callable[..., Game],
+        opened: Callable[[Task, World, Json, A], Game],
+        kind: type[A],
         modules: Sequence[str],
         needs: str,
-        *,
-        steps: int,
-        unfinished: float = 0.0,
     ) -> None:
-        """opened: (task, world, column, **settings) -> game. modules: what it imports; `needs` says how they are
-        installed. steps: replies of an episode, by default."""
-        self.opened, self.modules, self.needs = opened, modules, needs
-        self.steps, self.unfinished = steps, unfinished
+        """opened: (task, world, what the column has, arguments) -> game. modules: what it imports; `needs` says how
+        they are installed."""
+        self.opened, self.kind, self.modules, self.needs = opened, kind, modules, needs
 
-    def __call__(
-        self,
-        task: Task,
-        world: World,
-        column: str,
-        *,
-        steps: int | None = None,
-        elements: Sequence[str] = (),
-        repeats: int | None = None,
-        unfinished: float | None = None,
-        **settings: Json,
-    ) -> TextWorld:
-        """column: that of the row that names the game. steps: replies of an episode. elements, repeats: `TextWorld`'s.
-        unfinished: what an episode is paid that its last step does not end."""
-        game = self.opened(task, world, _column(task, column), **settings)
-        lasts = self.steps if steps is None else steps
-        pays = self.unfinished if unfinished is None else unfinished
-        return TextWorld(game, lasts, pays, elements, repeats)
+    def __call__(self, task: Task, world: World, **arguments: Json) -> TextWorld:
+        """The environment of one rollout. EnvFault for a row without the column."""
+        asked = section(self.kind, arguments)
+        return TextWorld(self.opened(task, world, _column(task, asked.column), asked), asked)
 
     def prepare(self, arguments: Mapping[str, Json]) -> None:
         """ConfigError where the package is not there, or for arguments that are none."""
-        known = [
-            "column",
-            "steps",
-            "elements",
-            "repeats",
-            "unfinished",
-            *list(inspect.signature(self.opened).parameters)[3:],
-        ]
-        for name in arguments:
-            if name not in known:
-                raise ConfigError(
-                    f"{_WHERE}: {name!r} is no argument of make{near(name, known)}; it has: {', '.join(known)}"
-                )
-        steps = arguments.get("steps", self.steps)
-        if type(steps) is not int or steps < 1:
-            raise ConfigError(f"{_WHERE}.steps={steps!r}; expected an integer of at least 1")
-        elements, repeats = arguments.get("elements", ["action"]), arguments.get("repeats")
-        if not isinstance(elements, list) or "action" not in elements:
-            raise ConfigError(
-                f"{_WHERE}.elements={elements!r}; expected a list of names, with action among them"
-            )
-        if repeats is not None and (type(repeats) is not int or repeats < 2):
-            raise ConfigError(f"{_WHERE}.repeats={repeats!r}; expected an integer of at least 2")
+        section(self.kind, arguments)
         try:
             for module in self.modules:
                 import_module(module)
@@ -185,7 +166,7 @@ class TextWorlds:
 def _column(task: Task, column: str) -> Json:
     if column not in task.extra:
         there = ", ".join(sorted(task.extra)) or "none"
-        raise EnvFault(f"task {task.uid} has no column {column!r} ({_WHERE}.column); columns: {there}")
+        raise EnvFault(f"task {task.uid} has no column {column!r} ({AT}.column); columns: {there}")
     return task.extra[column]
 
 
@@ -195,7 +176,7 @@ def _column(task: Task, column: str) -> Json:
 class Alfworld:
     """A game file of ALFWorld, by TextWorld."""
 
-    def __init__(self, task: Task, world: World, file: Json) -> None:
+    def __init__(self, task: Task, world: World, file: Json, asked: WorldArguments) -> None:
         if not isinstance(file, str):
             raise EnvFault(
                 f"task {task.uid}: the game is {str(file)[:60]!r}; expected the path of a game file"
@@ -237,30 +218,41 @@ def _registered(file: str) -> str:
     return str(textworld.gym.register_game(file, infos, wrappers=[AlfredDemangler()]))
 
 
+class AlfworldArguments(WorldArguments):
+    """With what ALFWorld pays."""
+
+    unfinished: float = UNFINISHED
+
+
 alfworld = TextWorlds(
     Alfworld,
+    AlfworldArguments,
     ("alfworld.agents.environment.alfred_tw_env", "textworld.gym"),
     "ALFWorld needs its package and its games: pip install alfworld, then alfworld-download",
-    steps=30,
-    unfinished=UNFINISHED,
 )
 
 
 # ---------------------------------------------------------------- ScienceWorld
 
 
+class ScienceWorldArguments(WorldArguments):
+    """With settings of ScienceWorld's own."""
+
+    simplification: str = "easy"
+
+
 class ScienceWorld:
     """A task of ScienceWorld: a map, or its JSON text, with task_name, var_num and jar_path. The reward of the episode
     is the highest score that it has had, of 1."""
 
-    def __init__(self, task: Task, world: World, asked: Json, *, simplification: str = "easy") -> None:
+    def __init__(self, task: Task, world: World, game: Json, asked: ScienceWorldArguments) -> None:
         from scienceworld import ScienceWorldEnv
 
-        asked = json.loads(asked) if isinstance(asked, str) else asked
-        if not isinstance(asked, dict) or not {"task_name", "var_num"} <= asked.keys():
-            raise EnvFault(f"task {task.uid}: {str(asked)[:60]!r}; expected a map with task_name and var_num")
-        self.env = ScienceWorldEnv("", asked.get("jar_path"), envStepLimit=100)
-        self.env.load(asked["task_name"], asked["var_num"], simplification)
+        game = json.loads(game) if isinstance(game, str) else game
+        if not isinstance(game, dict) or not {"task_name", "var_num"} <= game.keys():
+            raise EnvFault(f"task {task.uid}: {str(game)[:60]!r}; expected a map with task_name and var_num")
+        self.env = ScienceWorldEnv("", game.get("jar_path"), envStepLimit=100)
+        self.env.load(game["task_name"], game["var_num"], asked.simplification)
         self.score = self.best = 0.0
 
     def reset(self) -> str:
@@ -279,21 +271,29 @@ class ScienceWorld:
 
 scienceworld = TextWorlds(
     ScienceWorld,
+    ScienceWorldArguments,
     ("scienceworld",),
     "ScienceWorld needs its package and Java: pip install scienceworld, and a Java runtime",
-    steps=30,
 )
 
 
 # ---------------------------------------------------------------- WebShop
 
 
+class WebShopArguments(WorldArguments):
+    """With settings of WebShop's own."""
+
+    steps: Positive = 15
+    unfinished: float = UNFINISHED
+    num_products: Positive | None = None
+
+
 class WebShop:
     """A session of WebShop, by its number. All sessions of a host share one shop, which takes gigabytes."""
 
-    def __init__(self, task: Task, world: World, session: Json, *, num_products: int | None = None) -> None:
+    def __init__(self, task: Task, world: World, session: Json, asked: WebShopArguments) -> None:
         self.session = _session(task, session)
-        shop = _shop(num_products)
+        shop = _shop(asked.num_products)
         from web_agent_site.envs.web_agent_text_env import WebAgentTextEnv
 
         prefix = f"{task.uid}-{world.index}-{world.attempt}-{id(self)}-"
@@ -352,9 +352,8 @@ def _opened_shop(num_products: int | None) -> Any:
 
 webshop = TextWorlds(
     WebShop,
+    WebShopArguments,
     ("web_agent_site.envs.web_agent_text_env",),
     "WebShop is no package of the index: install web_agent_site from its repository (princeton-nlp/WebShop) with its "
     "setup.sh, which also makes the data",
-    steps=15,
-    unfinished=UNFINISHED,
 )

@@ -8,11 +8,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from pydantic import model_validator
+
+from whet.config.environments import AT
+from whet.config.sections.base import Above0, NonNegative, Positive, Section
 from whet.config.sections.rollout import TOOL_TIMEOUT_S
+from whet.envs.arguments import section
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.mcp import McpServer, tools_of
 from whet.envs.search import Documents, build, search_tool
@@ -39,48 +44,34 @@ MOST_SHOWN = 300
 """Characters of a reason, a name or a list of errors that the policy is told."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What bounds the calls of an episode. ConfigError for a value that is none."""
+class Limits(Section):
+    """What bounds the calls of an episode."""
 
-    max_parallel_calls: int = 8
+    max_parallel_calls: Positive = 8
     """Calls of one reply that run; the others are answered with an error."""
-    max_calls: int | None = None
+    max_calls: Positive | None = None
     """Calls of an episode that run; the others are answered with an error. None: no limit."""
-    tool_timeout_s: float = TOOL_TIMEOUT_S
+    tool_timeout_s: Above0 = TOOL_TIMEOUT_S
     """Longest time of a call. `rollout.env.timeout_s` bounds all calls of a reply together."""
-    result_chars: int = 4096
+    result_chars: Positive = 4096
     """Characters of a result that the policy is told."""
     cut: Side = "middle"
     """Where a longer result is cut: left (its beginning is lost), middle or right (its end is lost)."""
     malformed: Literal["tell", "end"] = "tell"
     """What follows a reply whose calls cannot be read: the policy is told why, or the episode ends."""
-    max_malformed: int = 3
+    max_malformed: Positive = 3
     """Such replies in a row, with the last of which the episode ends."""
-    malformed_penalty: float = 0.0
+    malformed_penalty: NonNegative = 0.0
     """Taken from the reward for each of them."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_parallel_calls", "max_calls", "result_chars", "max_malformed"):
-            value = getattr(self, name)
-            if not (value is None and name == "max_calls") and (type(value) is not int or value < 1):
-                raise _refused(name, value, "an integer of at least 1")
-        for name, least in (("tool_timeout_s", "above 0"), ("malformed_penalty", "of at least 0")):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not (value > 0 or (value == 0 and least != "above 0")):
-                raise _refused(name, value, f"a number {least}")
-        for name, known in (("cut", get_args(Side)), ("malformed", ("tell", "end"))):
-            if getattr(self, name) not in known:
-                raise _refused(name, getattr(self, name), f"one of {', '.join(known)}")
+    @model_validator(mode="after")
+    def _fits(self) -> Limits:
         if (told := self.result_chars * self.max_parallel_calls) > MOST_TEXT // 2:
-            most = (
-                f"at most {MOST_TEXT // 2} characters of max_parallel_calls={self.max_parallel_calls} results"
+            raise ConfigError(
+                f"{AT}.result_chars={self.result_chars}; expected at most {MOST_TEXT // 2} characters of "
+                f"max_parallel_calls={self.max_parallel_calls} results; these are {told}"
             )
-            raise _refused("result_chars", self.result_chars, f"{most}; these are {told}")
-
-
-def _refused(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"rollout.env.arguments.{name}={value!r}; expected {expected}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -297,7 +288,6 @@ def _accepted(function: Callable[..., Any], row: Mapping[str, Json]) -> dict[str
 # ---------------------------------------------------------------- from a config
 
 
-@dataclass(frozen=True, kw_only=True)
 class ToolArguments(Limits):
     """`rollout.env.arguments` of `tools`: where tools come from, at least one of them, and the limits."""
 
@@ -306,47 +296,18 @@ class ToolArguments(Limits):
     tool_class: str | None = None
     """The same of a class, whose public methods are tools. It is called without arguments for each rollout, or as
     C(world=world)."""
-    search: Mapping[str, Json] | None = None
-    """A search over documents: the fields of `whet.envs.search.Documents`."""
-    mcp: tuple[Mapping[str, Json], ...] = ()
-    """MCP servers: the fields of `whet.envs.mcp.McpServer`, for each."""
+    search: Documents | None = None
+    """A search over documents."""
+    mcp: tuple[McpServer, ...] = ()
+    """MCP servers."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.functions, str) or not all(isinstance(name, str) for name in self.functions):
-            raise _refused("functions", self.functions, "a list of 'path/to/file.py:name'")
+    @model_validator(mode="after")
+    def _named(self) -> ToolArguments:
         if not self.functions and not self.mcp and self.tool_class is None and self.search is None:
             raise ConfigError(
-                "rollout.env.arguments of whet.envs.tool_env:tools names no tool; expected functions, tool_class, "
-                "search or mcp"
+                f"{AT} of whet.envs.tool_env:tools names no tool; expected functions, tool_class, search or mcp"
             )
-
-    @property
-    def documents(self) -> Documents | None:
-        """ConfigError for a section that is none."""
-        return None if self.search is None else _section(Documents, self.search, "search")
-
-    @property
-    def servers(self) -> list[McpServer]:
-        """ConfigError for a section that is none."""
-        return [_section(McpServer, server, f"mcp[{n}]") for n, server in enumerate(self.mcp)]
-
-
-def _section(cls: type, values: object, where: str) -> Any:
-    """A dataclass of a section of the arguments. ConfigError for keys that it does not have."""
-    names = [f.name for f in fields(cls) if f.init]
-    where = f"rollout.env.arguments.{where}" if where else "rollout.env.arguments"
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}={values!r}; expected a section with {', '.join(names)}")
-    for name in values:
-        if name not in names:
-            raise ConfigError(
-                f"{where}: {name!r} is not known{near(str(name), names)}; it has: {', '.join(names)}"
-            )
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        return self
 
 
 class ToolEnvs:
@@ -354,28 +315,27 @@ class ToolEnvs:
 
     def __call__(self, task: Task, world: World, **arguments: Json) -> ToolEnv:
         """The environment of one rollout."""
-        asked: ToolArguments = _section(ToolArguments, arguments, "")
+        asked = section(ToolArguments, arguments)
         found = _shared(asked)
         state = None
         if asked.tool_class is not None:
-            cls = load_object(asked.tool_class, what="rollout.env.arguments.tool_class")
+            cls = load_object(asked.tool_class, what=f"{AT}.tool_class")
             state = cls(**_accepted(cls, {"world": world}))
             found += tools_from_object(state).values()
-        limits = Limits(**{f.name: getattr(asked, f.name) for f in fields(Limits)})
-        return ToolEnv(task, world, tools=found, limits=limits, state=state)
+        return ToolEnv(task, world, tools=found, limits=asked, state=state)
 
     def specs(self, arguments: Mapping[str, Json]) -> list[ToolSpec]:
         """The tools of every environment with these arguments. ConfigError for arguments that cannot be.
 
         The user's files are loaded, and MCP servers are asked, once for each process; nothing else is made.
         """
-        asked: ToolArguments = _section(ToolArguments, arguments, "")
+        asked = section(ToolArguments, arguments)
         found = list(by_name(_shared(asked)).values())
         specs = [tool.spec for tool in found]
         if asked.tool_class is not None:
-            cls = load_object(asked.tool_class, what="rollout.env.arguments.tool_class")
+            cls = load_object(asked.tool_class, what=f"{AT}.tool_class")
             if not isinstance(cls, type):
-                raise _refused("tool_class", asked.tool_class, "a class")
+                raise ConfigError(f"{AT}.tool_class={asked.tool_class!r}; expected a class")
             specs += specs_of_class(cls)
         by_name([Tool(spec, render) for spec in specs])
         return specs
@@ -383,17 +343,16 @@ class ToolEnvs:
     def prepare(self, arguments: Mapping[str, Json]) -> None:
         """Check everything, build the index, and ask MCP servers for their tools."""
         self.specs(arguments)
-        asked: ToolArguments = _section(ToolArguments, arguments, "")
-        if documents := asked.documents:
+        if documents := section(ToolArguments, arguments).search:
             build(documents)
 
 
 def _shared(asked: ToolArguments) -> list[Tool]:
     """The tools that do not belong to one rollout."""
     found = [load_function(name) for name in asked.functions]
-    if documents := asked.documents:
-        found.append(search_tool(documents))
-    return found + [tool for server in asked.servers for tool in tools_of(server)]
+    if asked.search is not None:
+        found.append(search_tool(asked.search))
+    return found + [tool for server in asked.mcp for tool in tools_of(server)]
 
 
 tools = ToolEnvs()

@@ -13,16 +13,20 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import yaml
+from pydantic import model_validator
 
 from whet.config.code import class_place
+from whet.config.environments import AT
 from whet.config.interpolate import interpolate
+from whet.config.sections.base import Above0, Positive, Section
+from whet.envs.arguments import section
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.schemas import check_name, spec_of
 from whet.envs.tool_env import Answer
@@ -41,9 +45,8 @@ MOST_SHOWN = 300
 """Characters of a name or a reason that the policy is told."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerlArguments:
-    """`rollout.env.arguments`. ConfigError for a value that is none."""
+class VerlArguments(Section):
+    """`rollout.env.arguments`."""
 
     tool_config: str | None = None
     """verl's YAML file of tools: `tools`, a list of class_name, config and tool_schema."""
@@ -57,46 +60,34 @@ class VerlArguments:
     """How long a tool's instance lives: from create to release."""
     default_agent: Agent = "tool_agent"
     """How a row without a column agent_name is played."""
-    max_turns: int | None = None
+    max_turns: Positive | None = None
     """Replies of a rollout; the calls of the last one do not run. None: rollout.env.max_turns alone counts."""
-    max_interactions: int | None = None
+    max_interactions: Positive | None = None
     """Answers of an interaction in a rollout. None: no limit."""
-    max_parallel_calls: int | None = 1
+    max_parallel_calls: Positive | None = 1
     """Calls of one reply that run; the others get no answer, as in verl. None: all."""
-    result_chars: int | None = 256
+    result_chars: Positive | None = 256
     """Characters of a result that the policy is told. None: all."""
     cut: Side = "middle"
     """Where a longer result is cut: left (its beginning is lost), middle or right (its end is lost). verl's `left`
     keeps the left part, so it is `right` here."""
-    call_timeout_s: float = 300.0
+    call_timeout_s: Above0 = 300.0
     """Longest time of a call."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_interactions", "max_parallel_calls", "result_chars"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise _refused(name, value, "an integer of at least 1, or null")
-        if type(self.call_timeout_s) not in (int, float) or self.call_timeout_s <= 0:
-            raise _refused("call_timeout_s", self.call_timeout_s, "a number above 0")
-        known = {"cut": get_args(Side), "instances": ("call", "episode"), "default_agent": get_args(Agent)}
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise _refused(name, getattr(self, name), f"one of {', '.join(values)}")
+    @model_validator(mode="after")
+    def _named(self) -> VerlArguments:
         if self.default_agent != SINGLE and not self.sources:
             raise ConfigError(
-                "rollout.env.arguments of whet.envs.verl_tools:tools names no tool; expected tool_config, "
-                "function_tools or interaction_config"
+                f"{AT} of whet.envs.verl_tools:tools names no tool; expected tool_config, function_tools or "
+                "interaction_config"
             )
+        return self
 
     @property
     def sources(self) -> list[str]:
         """The files that are named."""
         named = (self.tool_config, self.function_tools, self.interaction_config)
         return [path for path in named if path is not None]
-
-
-def _refused(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"rollout.env.arguments.{name}={value!r}; expected {expected}")
 
 
 class Schema(dict[str, Any]):
@@ -473,28 +464,18 @@ class VerlEnvs:
 
     def __call__(self, task: Task, world: World, **arguments: Json) -> VerlEnv:
         """The environment of one rollout."""
-        return VerlEnv(task, world, _arguments(arguments))
+        return VerlEnv(task, world, section(VerlArguments, arguments))
 
     def specs(self, arguments: Mapping[str, Json]) -> list[ToolSpec]:
         """The tools of every environment with these arguments. ConfigError for arguments that cannot be."""
-        asked = _arguments(arguments)
+        asked = section(VerlArguments, arguments)
         return [tool.spec for tool in tools_of(asked.tool_config, asked.function_tools).values()]
 
     def prepare(self, arguments: Mapping[str, Json]) -> None:
         """Load everything."""
         self.specs(arguments)
-        if (path := _arguments(arguments).interaction_config) is not None:
+        if (path := section(VerlArguments, arguments).interaction_config) is not None:
             interactions_of(path)
-
-
-def _arguments(given: Mapping[str, Json]) -> VerlArguments:
-    names = [f.name for f in fields(VerlArguments)]
-    for name in given:
-        if name not in names:
-            raise ConfigError(
-                f"rollout.env.arguments: {name!r} is not known{near(name, names)}; it has: {', '.join(names)}"
-            )
-    return VerlArguments(**given)
 
 
 tools = VerlEnvs()
