@@ -232,6 +232,20 @@ def test_a_server_that_is_given_up_while_a_version_is_written_has_nobody_write_i
     run(story())
 
 
+def test_other_folders_beside_the_versions_stay(tmp_path: Path) -> None:
+    """rollout.server.weights_dir is a folder that the user names."""
+    others = {"weights-final", "weights-1", "notes"}
+    for name in (*others, "weights-00000001", "weights-00000002"):
+        (tmp_path / name).mkdir()
+    canary = Canary(bound=1e-3, max_context=LIMIT)
+    folder = Folder(tmp_path, model=module(), ops=kernels.load("auto"), canary=canary)
+    for version in (3, 4, 5):
+        folder.write(WeightUpdate(version=version, module=folder.model))
+    assert {path.name for path in tmp_path.iterdir()} == others | {"weights-00000004", "weights-00000005"}
+    folder.close()
+    assert {path.name for path in tmp_path.iterdir()} == others
+
+
 @takers
 def test_weights_are_given_in_phases_and_a_version_that_was_written_is_not_written_again(
     kind: Kind, server: Server

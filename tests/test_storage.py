@@ -127,6 +127,15 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         fetch.fetch("s3://pail/m", tmp_path / "own")
 
 
+def test_a_name_with_signs_of_a_pattern_is_that_of_a_file_if_it_is_there(tmp_path: Path) -> None:
+    (tmp_path / "rows [1]").mkdir()
+    (tmp_path / "rows [1]" / "a?.jsonl").write_text("x")
+    for url in (f"file://{tmp_path}/rows [1]", f"file://{tmp_path}/rows [1]/a?.jsonl"):
+        found = fetch.fetch(url, tmp_path / "cache")
+        assert found.exists()
+        assert found.name == url.rpartition("/")[2]
+
+
 def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
     listing = stores.Listing(files={"../evil": (1, "")}, folder="m")
     with pytest.raises(WhetError, match="points outside its folder"):
@@ -299,7 +308,7 @@ class Dying:
         return getattr(self.fs, name)
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", range(5))
 def test_an_upload_cut_short_anywhere_is_no_whole_folder(
     s3: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
@@ -314,8 +323,34 @@ def test_an_upload_cut_short_anywhere_is_no_whole_folder(
         stores.send(folder, "s3://pail/run", folder.name, manifest(folder))
     dying.left = -1
     left = stores.said("s3://pail/run", folder.name)
-    assert left is None if at else left == own
-    assert stores.children("s3://pail/run") == ([] if at else [folder.name])
+    assert left is None if at > 1 else left == own
+    assert stores.children("s3://pail/run") == ([] if at > 1 else [folder.name])
+
+
+@pytest.mark.parametrize("at", [None, *range(6)])
+def test_files_that_are_not_of_a_copy_stay(
+    s3: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int | None
+) -> None:
+    """Wherever an earlier copy of the name was cut short. What lists files elsewhere removes none of them."""
+    there = f"pail/run/{folder.name}"
+    kept = {f"{there}/notes.txt", "pail/run/other.txt"}
+    for path in kept:
+        s3.pipe_file(path, b"mine")
+    stores.send(folder, "s3://pail/run", folder.name, manifest(folder))
+    listed = {"files": {"../other.txt": [4, ""], **manifest(folder)["files"]}}
+    s3.pipe_file(f"{there}/{MANIFEST}", json.dumps(listed).encode())
+    (folder / "policy/model.safetensors").rename(folder / "policy/second.safetensors")
+    if at is not None:
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                stores, "connect", lambda url, connect=stores.connect: (Dying(s3, at), connect(url)[1])
+            )
+            with pytest.raises(OSError, match="line is dead"):
+                stores.send(folder, "s3://pail/run", folder.name, manifest(folder))
+    (folder / "policy/second.safetensors").rename(folder / "policy/third.safetensors")
+    stores.send(folder, "s3://pail/run", folder.name, manifest(folder))
+    own = {f"{there}/{name}" for name in (MANIFEST, "policy/third.safetensors", "state.json")}
+    assert set(s3.find("pail/run")) == own | kept
 
 
 def test_files_of_an_older_copy_go(s3: Any, folder: Path) -> None:

@@ -27,7 +27,7 @@ from remote_places import SECRET
 from test_checkpoint_options import CONFIG, same
 from whet import checkpoint
 from whet.checkpoint import Keep, Saver
-from whet.storage import stores, uploads
+from whet.storage import hub, stores, uploads
 from whet.storage.manifests import MANIFEST, manifest
 from whet.storage.uploads import Uploads
 from whet.track.files import atomic_folder
@@ -360,6 +360,29 @@ def test_a_folder_that_is_removed_while_it_is_sent_leaves_nothing_there(
         copies.checkpoint(made(tmp_path / "c", step))
     assert copies.finish() == []
     assert stores.children(there[1]) == ["0-main-000002"]
+
+
+def test_an_export_that_is_removed_while_it_is_sent_takes_nothing_else_of_the_hub_along(
+    own_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands at the root of the repository, where the user's own files are."""
+    own_hub.commits["org/policy"] = [{"README.md": b"mine"}]
+    export = tmp_path / "main"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    send = hub.send
+
+    def removing(folder: Path, url: str, name: str, manifest: Any) -> None:
+        send(folder, url, name, manifest)
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr(hub, "send", removing)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    copies = Uploads(exports_to=["hf://org/policy"])
+    copies.export(export)
+    copies.finish()
+    assert own_hub.files("org/policy")["README.md"] == b"mine"
+    assert len(own_hub.commits["org/policy"]) == 2, "the user's, and the export's: none that removes a folder"
 
 
 def test_as_many_stay_there_as_told_and_the_best(tmp_path: Path, there: tuple[Path, str]) -> None:

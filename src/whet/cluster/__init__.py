@@ -3,5 +3,5 @@
 The loop stays in the process that was started. No process outlives the run: a cluster that was started here ends with
 this process, however it ends, and an actor in a foreign cluster ends when the driver has ended.
 
-This module imports nothing: an actor that only carries messages (`lines.Host`) starts without torch.
+This module imports nothing: an actor that only carries messages (`lines.RemoteEnd`) starts without torch.
 """

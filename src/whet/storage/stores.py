@@ -7,7 +7,7 @@ GOOGLE_APPLICATION_CREDENTIALS, HADOOP_HOME ...).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from whet.storage.manifests import MANIFEST, parsed
 from whet.types import Json, WhetError
 
 _MAGIC = "*?["
+_SENDING = "manifest.sending.json"
+"""Lists the files of a copy that is being made, and of those before it."""
 _TAGS = (
     "ETag",
     "etag",
@@ -57,7 +59,7 @@ def connect(url: str) -> tuple[Any, str]:
 def look(url: str) -> Listing:
     """List the files of a URL: one file, a pattern, or a folder with all below it. WhetError if it does not exist."""
     fs, path = connect(url)
-    if any(sign in path for sign in _MAGIC):
+    if any(sign in path for sign in _MAGIC) and not fs.exists(path):
         parts = path.split("/")
         depth = next(n for n, part in enumerate(parts) if any(sign in part for sign in _MAGIC))
         base, found = "/".join(parts[:depth]), fs.glob(path, detail=True)
@@ -120,9 +122,14 @@ def said(url: str, name: str) -> Json:
 
 def send(folder: Path, url: str, name: str, manifest: Json) -> None:
     """Copy a folder to URL/NAME; without a name, to the URL itself. Its manifest goes first if one is there, and comes
-    last, so at no moment is half an upload a whole folder."""
+    last, so at no moment is half an upload a whole folder. Files of an earlier copy go, also of one that was cut short;
+    all others stay."""
     fs, path = connect(url)
     there = f"{path}/{name}".rstrip("/")
+    earlier = {file for listing in (MANIFEST, _SENDING) for file in _listed(fs, f"{there}/{listing}")}
+    fs.makedirs(there, exist_ok=True)
+    begun = {"files": dict.fromkeys(sorted(earlier | manifest["files"].keys()))}
+    fs.pipe_file(f"{there}/{_SENDING}", json.dumps(begun).encode())
     if fs.exists(f"{there}/{MANIFEST}"):
         fs.rm_file(f"{there}/{MANIFEST}")
     for file in manifest["files"]:
@@ -134,15 +141,18 @@ def send(folder: Path, url: str, name: str, manifest: Json) -> None:
             raise OSError(
                 f"{file} has {size} bytes at the destination, but {manifest['files'][file][0]} were sent"
             )
-    _drop_others(fs, there, manifest["files"])
+    for file in sorted(earlier - manifest["files"].keys()):
+        if fs.exists(f"{there}/{file}"):
+            fs.rm_file(f"{there}/{file}")
     fs.pipe_file(f"{there}/{MANIFEST}", json.dumps(manifest, indent=2).encode() + b"\n")
+    fs.rm_file(f"{there}/{_SENDING}")
 
 
-def _drop_others(fs: Any, there: str, wanted: Collection[str]) -> None:
-    """Remove files of an earlier folder of the same name."""
-    for found in fs.find(there):
-        if found[len(there) + 1 :] not in wanted:
-            fs.rm_file(found)
+def _listed(fs: Any, path: str) -> list[str]:
+    """The files of a listing, if it is there, as far as they are below its folder."""
+    listing = parsed(fs.cat_file(path), path) if fs.exists(path) else None
+    names = [] if listing is None else listing["files"]
+    return [name for name in names if name and not name.startswith("/") and ".." not in name.split("/")]
 
 
 def remove(url: str, name: str) -> None:

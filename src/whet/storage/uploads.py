@@ -214,9 +214,8 @@ class Uploads:
             start = time.monotonic()
             store.send(copy.folder, copy.url, copy.name, own)
             if not copy.folder.is_dir() or _identity(copy.folder) != found:
-                store.remove(
-                    copy.url, copy.name
-                )  # it may have files of both, and nothing would ever remove it
+                if copy.name:  # it may have files of both, and nothing would ever remove it
+                    store.remove(copy.url, copy.name)
                 raise WhetError(f"{copy.folder} was removed or replaced while it was uploaded")
             size = sum(size for size, _ in own["files"].values())
             log.info("uploaded %s: %.1f MB in %.1f s", copy, size / 1e6, time.monotonic() - start)

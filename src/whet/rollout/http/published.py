@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 KEPT = 2
 """Versions that stay: a server that starts again may still read the one before the last."""
+_VERSION = re.compile(r"weights-\d{8,}")
 FILE_BYTES = 1 << 30
 """Tensors share a file up to so many bytes."""
 
@@ -111,14 +113,18 @@ class Folder:
         )  # fmt: skip
         return Version(path, expected, before)
 
+    def _versions(self) -> list[Path]:
+        """Those that are there; the folder may have others of the user's."""
+        return [path for path in self.root.glob("weights-*") if _VERSION.fullmatch(path.name)]
+
     def _drop_old(self, newest: Path) -> None:
-        there = sorted(self.root.glob("weights-*"), key=lambda p: p.stat().st_mtime_ns)
+        there = sorted(self._versions(), key=lambda p: p.stat().st_mtime_ns)
         for path in [p for p in there if p != newest][: 1 - KEPT]:
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Remove all versions."""
-        for path in self.root.glob("weights-*"):
+        for path in self._versions():
             shutil.rmtree(path, ignore_errors=True)
 
 
