@@ -29,11 +29,11 @@ from whet.envs.env import (
 )
 from whet.envs.hosts import EnvHosts
 from whet.guard.processes import until
-from whet.rollout.episode import play_groups
+from whet.rollout.episode import MOST_CHATS, play_groups
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key, rollout_key
-from whet.types import Json, Message, Rollout, Sampling, Task
+from whet.types import Json, Message, Rollout, Sampling, Task, WhetError
 
 ZOO = '''
 import asyncio
@@ -499,6 +499,22 @@ def test_what_an_environment_says_is_bounded() -> None:
     none = play(Sums, 1, limits=EpisodeLimits(observation_tokens=0))[10]
     assert none.error is not None
     assert "first messages have 1 tokens" in none.error
+
+
+class Crowds(Sums):
+    """Asks for as many replies as a rollout may have, and one more, all at once."""
+
+    async def step(self, reply: Message) -> EnvStep:
+        asked = (self.world.chat([Message("user", "1")]) for _ in range(MOST_CHATS + 1))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return EnvStep(parts={"refused": float(sum(isinstance(answer, WhetError) for answer in answers))})
+
+
+def test_calls_of_the_policy_are_bounded_also_where_they_are_made_at_once() -> None:
+    rollout = play(Crowds, 1)[10]
+    assert rollout.error is None
+    assert rollout.reward_parts["env/refused"] == 1.0
+    assert len(rollout.strands) == 1 + MOST_CHATS
 
 
 # ---------------------------------------------------------------- code that fails

@@ -327,6 +327,18 @@ def test_a_schema_from_elsewhere_is_read_as_far_as_it_is_known() -> None:
     ]
 
 
+def test_keywords_of_another_form_than_that_of_a_schema_allow_everything() -> None:
+    """As a server may tell them."""
+    properties = {
+        "list": {"type": "array", "prefixItems": 5, "items": 5, "maxItems": "x"},
+        "object": {"type": "object", "properties": 3, "required": 7},
+        "any": {"type": {"a": 1}, "enum": 1, "anyOf": 2, "minimum": [3]},
+    }
+    schema = {"type": "object", "properties": properties, "required": [["x"], 3, "any"]}
+    assert wrong_arguments(schema, {"list": [1, 2], "object": {"a": 1}, "any": 4}) == []
+    assert wrong_arguments(schema, {}) == ["argument 'any' is missing; expected any"]
+
+
 def test_the_check_agrees_with_a_naive_one_on_random_types_and_values() -> None:
     """A type is drawn with its oracle, a Python predicate; the schema comes from the type hint."""
     rng = random.Random(0)

@@ -14,11 +14,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from whet.tables import near
 from whet.types import ConfigError, Json, ToolSpec
 
+T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Of a tool: what all chat templates and servers take."""
 MOST_DEPTH = 32
@@ -247,16 +248,16 @@ def _wrong_size(schema: dict[str, Json], value: Json, where: str) -> Iterator[st
 def _wrong_inside(schema: dict[str, Json], value: Json, where: str) -> Iterator[str]:
     """Entries of an array or an object."""
     if isinstance(value, list):
-        first = schema.get("prefixItems") or []
+        first = _given(schema, "prefixItems", list)
         if first and "items" not in schema and len(value) != len(first):
             yield f"{where or 'the value'} has {len(value)} entries; expected {len(first)}"
         for n, entry in enumerate(value):
             of = first[n] if n < len(first) else schema.get("items", {})
             yield from wrong(of, entry, f"{where}[{n}]")
     elif isinstance(value, dict):
-        properties, other = schema.get("properties") or {}, schema.get("additionalProperties", True)
-        for name in schema.get("required") or ():
-            if name not in value:
+        properties, other = _given(schema, "properties", dict), schema.get("additionalProperties", True)
+        for name in _given(schema, "required", list):
+            if isinstance(name, str) and name not in value:
                 yield f"{_inside(where, name)} is missing; expected {expected(properties.get(name, {}))}"
         for name, entry in value.items():
             if name in properties or other is not False:
@@ -264,6 +265,12 @@ def _wrong_inside(schema: dict[str, Json], value: Json, where: str) -> Iterator[
             else:
                 there = ", ".join(map(repr, properties)) or "none"
                 yield f"{_inside(where, name)} is not known{near(name, properties)}; there are: {there}"
+
+
+def _given(schema: dict[str, Json], keyword: str, kind: type[T]) -> T:
+    """What a schema, which may come from elsewhere, says by a keyword; nothing, if it is of another form."""
+    value = schema.get(keyword)
+    return value if isinstance(value, kind) else kind()
 
 
 def _inside(where: str, name: str) -> str:

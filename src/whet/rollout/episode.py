@@ -151,6 +151,8 @@ class Episode:
     strands: dict[Fork, Growing] = field(default_factory=dict)
     """(): the first one. (turn, 0): the conversation as it was rewritten after a turn. (turn, n): the n-th call of
     `world.chat` in a turn."""
+    chats: int = 0
+    """Calls of `world.chat`, those under way among them."""
     replies: list[list[int]] = field(default_factory=list)
     """The sampled tokens of each turn, without end tokens."""
     seconds: list[tuple[float, float]] = field(default_factory=list)
@@ -559,11 +561,11 @@ async def _chat(
 ) -> Message:
     """The environment asks the policy: the conversation and the reply are another strand of the rollout."""
     assert play.codec is not None
+    episode.chats += 1
+    if episode.chats > MOST_CHATS:
+        raise WhetError(f"more than {MOST_CHATS} calls of world.chat in one rollout")
     sampling = chat_sampling(episode.sampling, settings)
     strand = Growing(play.codec.encode_prompt(messages), episode.key_of(fork))
-    forks = sum(fork[1:] > (0,) for fork in episode.strands)
-    if forks >= MOST_CHATS:
-        raise WhetError(f"more than {MOST_CHATS} calls of world.chat in one rollout")
     if (given := _given(episode, strand)) > play.limits.observation_tokens:
         raise WhetError(
             f"a conversation of world.chat has {given} tokens beyond the length of the prompt, more than "
