@@ -71,7 +71,7 @@ class TriesEnv:
     @classmethod
     def prepare(cls, arguments: Mapping[str, Json]) -> None:
         """Start the processes of the verifiers: ConfigError for those that may not judge."""
-        cls(_NO_TASK, World(0, _nobody), **arguments)
+        _judge(section(TriesArguments, arguments))
 
     async def first(self) -> list[Message]:
         """Nothing: the prompt has the question."""
@@ -103,13 +103,8 @@ class TriesEnv:
         return judged.reward
 
 
-_NO_TASK = Task(uid=0, source="", prompt="")
 _judges: dict[str, RewardSet] = {}
 """Of this process, by what they were opened with."""
-
-
-async def _nobody(*_: object) -> Message:
-    raise RuntimeError("no policy replies before the first rollout")
 
 
 def _judge(asked: TriesArguments) -> RewardSet:
