@@ -17,6 +17,7 @@ import pytest
 from whet import seeds
 from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
 from whet.data import prepare as prepare_module
+from whet.data.files import is_here
 from whet.data.gsm8k import convert, verl_row
 from whet.data.prepare import fit
 from whet.data.rows import read_rows
@@ -317,6 +318,27 @@ def test_missing_files_are_named_with_near_ones(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"has no \.parquet"):
         read_rows(SourceConfig(path=str(tmp_path / "empty")))
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("{at}/train.jsonl/split", r"No such data file: .*/split; .*train.jsonl is a file"),
+        ("~nobody-of-this-name/a.jsonl", "No such data file: ~nobody-of-this-name"),
+        ("{at}/" + "a" * 300, "aaa: cannot be read: File name too long"),
+        ((), "path is an empty list"),
+        ("{at}/saved", "saved has dataset_dict.json, but no folder of a split"),
+    ],
+)
+@pytest.mark.parametrize("split", [None, "train"])
+def test_paths_that_lead_nowhere_are_named(path, said, split, tmp_path):
+    write(tmp_path / "train.jsonl", [{}])
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").write_text("{}")
+    path = path.format(at=tmp_path) if path else path
+    with pytest.raises(DataError, match=said if split is None else "."):
+        read_rows(SourceConfig(path=path, split=split))
+    assert is_here(path) == (path in ((), f"{tmp_path}/saved"))
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path):

@@ -89,17 +89,33 @@ LONG = pa.DictionaryArray.from_arrays(pa.array([0] * 5_000, pa.int32()), pa.arra
 NULLS = pa.ListArray.from_arrays(pa.array([0, 10_000_000], pa.int32()), pa.nulls(10_000_000, pa.int8()))
 
 
+@pytest.mark.parametrize("name", ["prompt", "prompt.text"])
 @pytest.mark.parametrize("column", [LONG, NULLS], ids=["one text many times", "one list of nothing"])
 def test_a_small_parquet_file_does_not_fill_the_memory(
-    column: pa.Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    column: pa.Array, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[int] = []
+    by_batches = pq.ParquetFile.iter_batches
+
+    def batches(self: pq.ParquetFile, rows: int, **how: Any) -> Any:
+        asked.append(rows)
+        return by_batches(self, rows, **how)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", batches)
     monkeypatch.setattr(parquet, "ROOM", 2**24)
-    pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet", store_schema=False)
+    pq.write_table(pa.table({name: column}), tmp_path / "a.parquet", store_schema=False)
     assert (tmp_path / "a.parquet").stat().st_size < 1000
     with pytest.raises(
         DataError, match=r"a.parquet: its rows take more than 16 MiB in memory, \d+ times the file"
     ):
         read_rows(SourceConfig(path=str(tmp_path / "a.parquet")))
+    assert max(asked, default=0) <= 2**24 // 10_000  # no more rows at once than there is room for
+
+
+def test_a_parquet_file_without_any_column_that_is_read_tells_which_it_has(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="a.parquet: has none of the columns id, text; columns: prompt"):
+        parquet.read_parquet(tmp_path / "a.parquet", ["id", "text"])
 
 
 def test_a_parquet_file_whose_schema_was_changed_does_not_end_the_process(tmp_path: Path) -> None:

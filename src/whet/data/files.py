@@ -6,6 +6,7 @@ import csv
 import glob
 import itertools
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,9 +39,20 @@ def find_files(
     it from disk.
     """
     patterns = (path,) if isinstance(path, str) else path or ()
+    if not patterns:
+        raise DataError(
+            "The data source's path is an empty list; expected at least one file, folder or pattern."
+        )
+    try:
+        return _found(patterns, subset, split)
+    except OSError as e:  # a name that is too long, a folder that may not be listed
+        raise DataError(f"{e.filename}: cannot be read: {e.strerror or e}") from e
+
+
+def _found(patterns: Sequence[str], subset: str | None, split: str | tuple[str, ...] | None) -> list[Path]:
     if subset is None and split is None:
         return [file for pattern in patterns for file in _expand(pattern)]
-    folders = [_folder(Path(pattern).expanduser(), subset) for pattern in patterns]
+    folders = [_folder(_at(pattern), subset) for pattern in patterns]
     if split is None:
         return [file for folder in folders for file in _expand(str(folder))]
     splits = (split,) if isinstance(split, str) else split
@@ -49,8 +61,13 @@ def find_files(
 
 def is_here(path: str | tuple[str, ...]) -> bool:
     """Whether there are files under every path, or for every pattern."""
-    patterns = [str(Path(p).expanduser()) for p in ((path,) if isinstance(path, str) else path)]
-    return all(Path(p).exists() or glob.glob(p, recursive=True) for p in patterns)
+    patterns = [str(_at(p)) for p in ((path,) if isinstance(path, str) else path)]
+    return all(os.path.exists(p) or glob.glob(p, recursive=True) for p in patterns)
+
+
+def _at(pattern: str) -> Path:
+    """`~` is the user's home folder; `~name` of a user that this system does not know stays as it is."""
+    return Path(os.path.expanduser(pattern))
 
 
 def _folder(path: Path, subset: str | None) -> Path:
@@ -113,7 +130,7 @@ def _readable(folder: Path) -> list[Path]:
 
 
 def _expand(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+    path = _at(pattern)
     if path.is_dir():
         return [path] if _is_hf(path) else _inside(path)
     if path.exists():
@@ -147,13 +164,15 @@ def _missing(path: Path) -> str:
         f". If {str(given)!r} is a dataset of a hub: whet downloads nothing. Save it to a folder first (with the "
         "`datasets` package: load_dataset(...).save_to_disk(FOLDER)) and give that folder as path"
     )
+    if not folder.is_dir():
+        return f"No such data file: {path}; {folder} is a file"
     names = sorted(p.name for p in folder.iterdir())
     return f"No such data file: {path}{near(path.name, names)}{hint if hub else ''}"
 
 
 def stem(path: str | tuple[str, ...] | None, files: Sequence[Path]) -> str:
-    if isinstance(path, str) and Path(path).expanduser().is_dir():
-        return Path(path).expanduser().resolve().name
+    if isinstance(path, str) and _at(path).is_dir():
+        return _at(path).resolve().name
     return files[0].stem
 
 
@@ -275,6 +294,10 @@ def _is_hf(folder: Path) -> bool:
 def _hf_folder(folder: Path, limit: int | None) -> FileRows:
     if (folder / "dataset_dict.json").exists():
         splits = sorted(p.name for p in folder.iterdir() if p.is_dir())
+        if not splits:
+            raise DataError(
+                f"{folder} has dataset_dict.json, but no folder of a split; copy the dataset again."
+            )
         raise DataError(f"{folder} has the splits {', '.join(splits)}; name one, e.g. `split: {splits[0]}`.")
     try:
         import datasets

@@ -61,6 +61,10 @@ def read_parquet(file: Path, columns: Collection[str] | None = None) -> pa.Table
         if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
             raise DataError(f"{file}: two columns have the name {twice[0]!r}; keep one, or rename it")
         wanted = list(schema.names) if columns is None else [n for n in schema.names if n in columns]
+        if columns and not wanted:
+            raise DataError(
+                f"{file}: has none of the columns {', '.join(columns)}; columns: {', '.join(schema.names) or 'none'}"
+            )
         opened.scan_contents(
             wanted
         )  # in little memory; to ask a damaged group what it holds would end the process
@@ -80,9 +84,8 @@ def _groups(
     taken = 0
     for number in range(opened.num_row_groups):
         group = opened.metadata.row_group(number)
-        places = [
-            n for n in range(group.num_columns) if opened.schema.column(n).path.partition(".")[0] in wanted
-        ]
+        paths = [opened.schema.column(n).path for n in range(group.num_columns)]
+        places = [n for n, path in enumerate(paths) if _is_in(path, wanted)]
         columns = [group.column(n) for n in places]
         _check(taken + sum(map(_least, columns, map(opened.schema.column, places))), file, most)
         rows = max(1, min(MOST_ROWS, most // (4 * max(map(_widest, columns), default=1))))
@@ -93,6 +96,11 @@ def _groups(
             _check_rows(batch, sum(b.num_rows for b in batches), file, number)
             batches.append(batch)
         yield pa.Table.from_batches(batches, schema=schema).combine_chunks()
+
+
+def _is_in(path: str, columns: Collection[str]) -> bool:
+    """Whether what lies at a path may be a part of one of these columns, whose own names may have dots, too."""
+    return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
 def _check_rows(batch: pa.RecordBatch, before: int, file: Path, group: int) -> None:
