@@ -114,7 +114,7 @@ def test_a_small_parquet_file_does_not_fill_the_memory(
 
 def test_a_parquet_file_without_any_column_that_is_read_tells_which_it_has(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="a.parquet: has none of the columns id, text; columns: prompt"):
+    with pytest.raises(DataError, match=r"a.parquet: has none of the columns id, text; columns: prompt"):
         parquet.read_parquet(tmp_path / "a.parquet", ["id", "text"])
 
 

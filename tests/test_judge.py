@@ -151,7 +151,7 @@ def test_a_list_by_hand(said: str, expected: list[float] | None) -> None:
     [
         ({"low": 3, "high": 3}, "low below high"),
         ({"max_tokens": 0}, "max_tokens >= 1"),
-        ({"high": "ten"}, "of a wrong type: .*'str'"),
+        ({"high": "ten"}, "arguments.high='ten': a judge takes float: "),
         (
             {"question": "{prompt} {responses}"},
             r"question: \{responses\} has no value here, \{response\} has",

@@ -71,7 +71,7 @@ def test_exact():
     assert pay("exact", task(12), "12", "12.0") == [1, 0]
 
 
-@pytest.mark.parametrize("answer", ["C", "c", "(C)", 2])
+@pytest.mark.parametrize("answer", ["C", "c", "(C)", 2, 2.0])
 def test_choice(answer):
     right = ["C", "(C)", "c.", "C) because", "The answer is C.", "Answer: (C)", "**Answer: C**"]
     right += [
@@ -107,6 +107,12 @@ def test_a_reply_of_blanks_does_not_hold_a_choice_up():
         assert builtin.choice(begin + " " * 100_000, task("A")) == {"score": 0.0}
     assert answer_in("<answer>" * 100_000) == "<answer>" * 100_000
     assert pay("choice", task("B"), r"\boxed{\textbf{B}}", r"\boxed{ \mathrm{B} }") == [1, 1]  # NeMo-Gym#1844
+
+
+@pytest.mark.parametrize("answer", ["2", "C.", "C) 4", "", True, 2.5, 26, -1, ["C"]])
+def test_an_answer_that_is_no_choice_blames_no_reply(answer):
+    with pytest.raises(ValueError, match=r"the answer of task 4 is no choice: .*expected a letter"):
+        builtin.choice("the answer is C", task(answer))
 
 
 def test_an_article_is_no_choice():
@@ -232,8 +238,6 @@ def test_format_by_tags():
 
 def test_format_by_pattern():
     assert pay("format", task(), "a\nz", "a z!", "", pattern="a.*z") == [1, 0, 0]
-    (error,) = pay("format", task(), "a")
-    assert error.startswith("reward r: raised ValueError: format needs either `tags` or `pattern`")
 
 
 def test_overlong_is_eq_13_of_dapo():
@@ -487,6 +491,40 @@ def test_an_argument_of_a_reward_of_ours_has_its_type(function, arguments, said)
         RewardSet.from_config(
             {"e": RewardConfig(function=function, arguments=arguments)}, RewardWorkersConfig()
         )
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "said"),
+    [
+        ("format", {}, "reward 'e': format needs either `tags`, at least one, or `pattern`"),
+        ("format", {"tags": []}, "at least one"),
+        ("format", {"pattern": "("}, r"pattern='\(' is not a regular expression: missing \)"),
+        (
+            "overlong",
+            {"max_tokens": 9, "buffer": 10},
+            "0 < buffer <= max_tokens; got buffer 10, max_tokens 9",
+        ),
+        ("rlcr", {"weights": {"acuracy": 1.0}}, "weights: no part 'acuracy'; did you mean 'accuracy'"),
+        ("reasoning_gym", {"verifiers": ["ab"], "pattern": "a"}, "pattern='a' has no group"),
+        ("reasoning_gym", {"verifiers": [5]}, r"verifiers=\[5\]: reasoning_gym takes Sequence\[str\] \| str"),
+        ("whet.rewards.gsm8k:gsm8k", {"last_characters": 0}, r"=0: .*takes int \| None: .*greater than 0"),
+        (
+            "code",
+            {"most_tests": -1},
+            r"most_tests=-1: code takes int \| None: Input should be greater than 0",
+        ),
+        ("code", {"timeout_s": None}, "timeout_s=None: code takes float: Input should be a valid number"),
+        ("sandbox_fusion", {"url": "x", "timeout_s": "a"}, "timeout_s='a': sandbox_fusion takes float"),
+        ("judge", {"url": "x", "model": "m", "timeout_s": "a"}, "timeout_s='a': a judge takes float"),
+        ("judge", {"url": "x", "model": "m", "body": "a"}, "body='a': a judge takes Mapping"),
+        ("judge", {"url": "x", "model": "m", "rubric": 5}, "rubric=5: a judge takes "),
+        ("ruler", {"url": "x", "model": "m", "question": "{response}"}, r"\{responses\} has"),
+    ],
+)
+def test_arguments_that_could_score_no_reply_are_refused_before_the_run(function, arguments, said):
+    rewards = {"e": RewardConfig(function=function, arguments=arguments)}
+    with pytest.raises(ConfigError, match=said):
+        RewardSet.from_config(rewards, RewardWorkersConfig(timeout_s=100))
 
 
 # ---------------------------------------------------------------- combining

@@ -44,6 +44,15 @@ def test_boxed_math(response: str, with_think: bool, score: float) -> None:
     assert told["accuracy"] == float(r"\boxed{72}" in response), "by which dapo_dynamic_sampling judges"
 
 
+@pytest.mark.parametrize("part", ["<think></think><answer>", "<think>", "<think>\n\n</think>\n<answer>\n"])
+def test_a_reply_that_repeats_its_tags_is_judged_like_any_other(part: str) -> None:
+    """One expression for the form took hours."""
+    assert math_reward(part * 10_000, task("4"))["format_score"] == -0.1
+    assert (
+        math_reward(part * 10_000 + "<think></think><answer>4</answer>\n", task("4"))["format_score"] == 0.1
+    )
+
+
 def test_the_form_has_its_tags_in_lines_of_their_own() -> None:
     assert format_reward("<think>\na\n</think>\n<answer>\nb\n</answer>", task(None)) == 0.1
     assert format_reward("<think>a</think><answer>b</answer>", task(None)) == -0.1
@@ -80,3 +89,8 @@ def test_countdown_divides_exactly() -> None:
 def test_an_answer_without_a_target_blames_no_reply() -> None:
     with pytest.raises(ValueError, match="needs a target and numbers"):
         countdown_reward("<answer>1</answer>", task("24"))
+
+
+def test_a_number_of_very_many_digits_is_a_wrong_answer() -> None:
+    answer: Json = {"target": 3, "numbers": [1, 2]}
+    assert countdown_reward(f"<answer>{'1' * 5000}</answer>", task(answer)) == 0.1

@@ -91,19 +91,24 @@ def as_annotated(value: Json, hint: Any, *, key: str, name: str) -> Any:
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except ValidationError as e:
-        wanted = (
-            hint.__name__
-            if isinstance(hint, type)
-            else re.sub(r"\b(?:typing|collections\.abc)\.", "", str(hint))
-        )
-        raise ConfigError(f"{key}={value!r}: {name} takes {wanted}: {e.errors()[0]['msg']}.") from e
+        raise ConfigError(f"{key}={value!r}: {name} takes {_written(hint)}: {e.errors()[0]['msg']}.") from e
+
+
+def _written(hint: Any) -> str:
+    """An annotation, for people: its types alone. The message of a limit says the limit."""
+    if isinstance(hint, type):
+        return hint.__name__
+    text = re.sub(r"\b(?:typing|collections\.abc)\.", "", str(hint))
+    text = re.sub(r"\bAnnotated\[(\w+), [^\]]*\]", r"\1", text)
+    return re.sub(r"\bOptional\[(\w+)\]", r"\1 | None", text)
 
 
 def check_types(
     function: Callable[..., object], arguments: Mapping[str, Json], *, key: str, name: str
 ) -> None:
-    """ConfigError for an argument of another type than the function of ours has it."""
-    hints = get_type_hints(function)
+    """ConfigError for an argument of another type than the function of ours has it, or beyond a limit in its
+    annotation."""
+    hints = get_type_hints(function, include_extras=True)
     for each, value in arguments.items():
         as_annotated(value, hints.get(each, Any), key=f"{key}.{each}", name=name)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Any
 
-from whet.types import Json, Task
+from whet.types import ConfigError, Json, Task
 
 BUILTIN = {
     "exact": "whet.rewards.builtin:exact",
@@ -26,6 +27,16 @@ BUILTIN = {
     "rlcr": "whet.rewards.calibration:rlcr",
 }
 """Module of each reward, as text: imported only in reward processes, so the run itself never imports sympy."""
+
+CHECKS = {
+    BUILTIN["format"]: "whet.rewards.builtin:check_format",
+    BUILTIN["overlong"]: "whet.rewards.builtin:check_overlong",
+    BUILTIN["reasoning_gym"]: "whet.rewards.gym:check_pattern",
+    BUILTIN["judge"]: "whet.rewards.judge:check_judge",
+    BUILTIN["ruler"]: "whet.rewards.judge:check_ruler",
+    BUILTIN["rlcr"]: "whet.rewards.calibration:check_weights",
+}
+"""For rewards whose arguments their types do not describe: a function of them that raises ConfigError."""
 
 EXECUTES = {BUILTIN["reasoning_gym"]: "whet.rewards.gym:unread"}
 """For rewards that may run code found in a reply or a row: a function of the arguments that names the part, or ''."""
@@ -113,7 +124,12 @@ def choice(response: str, task: Task) -> Verdict:
     or its end follows.
     """
     want = reference(task)
-    letter = chr(ord("A") + want) if isinstance(want, int) else str(want).strip().strip("()").upper()
+    numbered = want in range(26) and not isinstance(want, bool)
+    letter = chr(ord("A") + int(want)) if numbered else str(want).strip().strip("()").upper()
+    if not re.fullmatch("[A-Z]", letter):
+        raise ValueError(
+            f"the answer of task {task.uid} is no choice: {str(want)[:60]!r}; expected a letter, or a number from 0"
+        )
     found = re.findall(r"\\boxed\{\s*+(?:\\[a-z]{1,10}\{\s*+)?" + _LETTER, response)
     found = found or _TOLD.findall(response) or _NAMED.findall(response)
     found = found or re.findall(r"^\s*\(?([A-Za-z])(?:\s*[).:,]|\s*$)", response)
@@ -177,8 +193,6 @@ def format(response: str, task: Task, *, tags: list[str] | None = None, pattern:
     [think, answer] for <think>...</think><answer>...</answer>. `pattern`: a regular expression of the whole
     reply, in which '.' matches line ends.
     """
-    if (tags is None) == (pattern is None):
-        raise ValueError("format needs either `tags` or `pattern`")
     if tags is None:
         return float(re.fullmatch(pattern or "", response, re.DOTALL) is not None)
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
@@ -188,13 +202,32 @@ def format(response: str, task: Task, *, tags: list[str] | None = None, pattern:
     return float(re.fullmatch(rf"\s*{whole}\s*", response, re.DOTALL) is not None)
 
 
+def check_format(arguments: Mapping[str, Any]) -> None:
+    """ConfigError unless the arguments of `format` say one format."""
+    tags, pattern = arguments.get("tags"), arguments.get("pattern")
+    if (tags is None) == (pattern is None) or tags == []:
+        raise ConfigError("format needs either `tags`, at least one, or `pattern`")
+    compiled("pattern", pattern or "")
+
+
+def compiled(key: str, pattern: str) -> re.Pattern[str]:
+    """A regular expression among the arguments. ConfigError says what is wrong with it."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"{key}={pattern!r} is not a regular expression: {error}") from None
+
+
 def overlong(response: str, task: Task, rollout: dict[str, Any], *, max_tokens: int, buffer: int) -> float:
     """Soft penalty for long replies (DAPO, arXiv:2503.14476 eq. 13), both arguments in tokens: 0 up to
     max_tokens - buffer, from there in a line to -1 at max_tokens, -1 beyond.
     """
-    if not 0 < buffer <= max_tokens:
-        raise ValueError(
-            f"overlong needs 0 < buffer <= max_tokens; got buffer {buffer}, max_tokens {max_tokens}"
-        )
     over = rollout["tokens"] - (max_tokens - buffer)
     return max(-1.0, min(0.0, -over / buffer))
+
+
+def check_overlong(arguments: Mapping[str, Any]) -> None:
+    """ConfigError unless the limits of `overlong` are limits."""
+    buffer, most = arguments["buffer"], arguments["max_tokens"]
+    if not 0 < buffer <= most:
+        raise ConfigError(f"overlong needs 0 < buffer <= max_tokens; got buffer {buffer}, max_tokens {most}")

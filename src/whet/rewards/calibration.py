@@ -6,6 +6,7 @@ import math as numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from whet.rewards.builtin import Verdict, reference
 from whet.rewards.math import math
@@ -87,6 +88,11 @@ def _elements(response: str, names: Sequence[str]) -> list[_Element]:
         text = response[opens.end() : closes.start()]
         out.append(_Element(opens[2], text, opens.start(), closes.end()))
     return out if len(tags) % 2 == 0 else []
+
+
+def check_weights(arguments: Mapping[str, Any]) -> None:
+    """ConfigError for `weights` that are no numbers, or of no part."""
+    _weights(arguments.get("weights") or {})
 
 
 def _weights(given: Mapping[str, float]) -> dict[str, float]:

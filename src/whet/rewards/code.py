@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from pydantic import PositiveFloat, PositiveInt
+
 from whet.guard.program import ProgramOutcome, Programs, longest_s, run
 from whet.rewards.sandbox_fusion import NAMES, ProgramRun, checks_of, code_in
 from whet.types import Task
@@ -21,9 +23,9 @@ async def code(
     response: str,
     task: Task,
     *,
-    timeout_s: float = 5,
-    memory_mb: int = 1024,
-    most_tests: int | None = MOST_TESTS,
+    timeout_s: PositiveFloat = 5,
+    memory_mb: PositiveInt = 1024,
+    most_tests: PositiveInt | None = MOST_TESTS,
     partial: bool = True,
     block: Literal["python", "last"] = "python",
     sources: Sequence[str] | None = None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from whet import seeds
 from whet.config import schema
@@ -26,7 +26,7 @@ from whet.guard.jail import CallResult, Failure, Jail, RewardCall
 from whet.guard.printed import Printed
 from whet.guard.worker import Guarded
 from whet.rewards.bind import BATCH, RewardFunction, bind, pack_rollout, pack_task
-from whet.rewards.builtin import BUILTIN, EXECUTES, UNCONFINED, Unconfined
+from whet.rewards.builtin import BUILTIN, CHECKS, EXECUTES, UNCONFINED, Unconfined
 from whet.rewards.model import ModelReward
 from whet.tables import check_types, find, load_object
 from whet.types import ConfigError, DataError, Group, Metrics, Rollout, Task, WhetError
@@ -180,37 +180,41 @@ def _load(
     verifiers: Sequence[str],
     workers: schema.RewardWorkersConfig,
 ) -> Guarded:
-    """The function, and what its process may do. ConfigError if it needs a sandbox, and this system has none; if no
-    sandbox can hold it, and one has to, or it has not the time that it may need."""
+    """The function, and what its process may do. ConfigError if its arguments cannot work; if it needs a sandbox, and
+    this system has none; if no sandbox can hold it, and one has to, or it has not the time that it may need."""
     learn({"rewards": {name: {"arguments": reward.arguments}}})
     what, spec = f"reward {name!r}: function", reward.function or ""
     place = "" if given else spec if ":" in spec else find(BUILTIN, spec, what=what)
-    arguments, executes, unconfined = reward.arguments, "", UNCONFINED.get(place)
-    if place in EXECUTES:
-        arguments = {"verifiers": list(verifiers), **arguments}
-        try:
-            executes = load_object(EXECUTES[place], what=what)(arguments)
-        except ConfigError as error:
-            raise ConfigError(f"reward {name!r}: {error}") from None
-    if unconfined:
-        try:
-            longest_s = load_object(unconfined.needs_s, what=what)(arguments)
-        except ConfigError as error:
-            raise ConfigError(f"reward {name!r}: {error}") from None
-        _check_unconfined(name, unconfined, longest_s, workers)
-        arguments = {**arguments, "processes": workers.count} if unconfined.shared else arguments
     function = given or load_object(place, what=what)
-    if place.startswith(_OURS):
+    ours, unconfined = place.startswith(_OURS), UNCONFINED.get(place)
+    if ours:
         check_types(function, reward.arguments, key=f"rewards.{name}.arguments", name=spec)
-    call = bind(function, arguments, name=name, columns=not place.startswith(_OURS))
+    arguments = {
+        **({"verifiers": list(verifiers)} if place in EXECUTES else {}),
+        **reward.arguments,
+        **({"processes": workers.count} if unconfined and unconfined.shared else {}),
+    }
+    call = bind(function, arguments, name=name, columns=not ours)
+
+    def told(by: str) -> Any:
+        """What a function of the arguments says."""
+        try:
+            return load_object(by, what=what)(arguments)
+        except ConfigError as error:
+            raise ConfigError(f"reward {name!r}: {error}") from None
+
+    if place in CHECKS:
+        told(CHECKS[place])
+    executes = told(EXECUTES[place]) if place in EXECUTES else ""
+    if unconfined:
+        _check_unconfined(name, unconfined, told(unconfined.needs_s), workers)
     asked = "reward_workers.sandbox=all" if workers.sandbox == "all" else executes
     runs = "it runs the code of replies" if unconfined and unconfined.sandboxes else ""
     if (asked or runs) and (why := sandbox.lacking()):
         raise ConfigError(
             f"reward {name!r}: {asked or runs}; so it may run only in a sandbox, which this system does not have: {why}"
         )
-    ours = place.startswith(_OURS) and not unconfined
-    return Guarded(call, confined=bool(asked) or ours, once=bool(executes))
+    return Guarded(call, confined=bool(asked) or (ours and not unconfined), once=bool(executes))
 
 
 def _check_unconfined(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from whet.rewards.builtin import Verdict, reference, verdict
 from whet.types import Task
 
@@ -19,7 +21,7 @@ def gsm8k(
     task: Task,
     *,
     found: Literal["first", "last"] = "first",
-    last_characters: int | None = None,
+    last_characters: PositiveInt | None = None,
 ) -> Verdict:
     """1 if the reply's number after '#### ' is the answer, digit by digit; thousands' commas do not count.
 

@@ -19,7 +19,7 @@ from typing import Any
 import reasoning_gym as gym
 from reasoning_gym.factory import DATASETS
 
-from whet.rewards.builtin import Verdict, verdict
+from whet.rewards.builtin import Verdict, compiled, verdict
 from whet.rewards.gym_read import READ
 from whet.tables import near
 from whet.types import ConfigError, Json, Task
@@ -60,6 +60,13 @@ def reasoning_gym(
     answer = found[-1].strip() if found else None
     score = _verifier(name)(answer, entry)
     return {**verdict(score == 1.0, answer), **({} if exact else {"score": float(score)})}
+
+
+def check_pattern(arguments: Mapping[str, Json]) -> None:
+    """ConfigError for a `pattern` that is no regular expression, or has no group for the answer."""
+    pattern = arguments.get("pattern")
+    if pattern is not None and not compiled("pattern", pattern).groups:
+        raise ConfigError(f"pattern={pattern!r} has no group; put the answer into parentheses")
 
 
 def _named(verifiers: Sequence[str] | str) -> tuple[str, ...]:

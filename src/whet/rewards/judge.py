@@ -16,10 +16,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import aiohttp
+from pydantic import PositiveFloat
 
 from whet.guard.foreign import words
 from whet.rewards.service import BUSY, post
-from whet.tables import near
+from whet.tables import check_types, near
 from whet.types import ConfigError, Json, Message, Task
 
 _SYSTEM = (
@@ -53,7 +54,7 @@ class Asking:
     question: str | None = None
     """A template of the user's message: {prompt}, {answer}, {rubric}, {count}, {low}, {high} and {response}, or
     {responses} where replies are compared. Default: task, reference answer and rubric where there are any, replies."""
-    rubric: Json = None
+    rubric: str | list[Json] | None = None
     """What a good reply has to meet: text, or a list of texts or of mappings with `description` and `weight`. Default:
     the row's column `rubric`, if it has one."""
     low: float = 1.0
@@ -141,11 +142,9 @@ def asking(together: bool, arguments: Mapping[str, Json]) -> Asking:
         for field in _FIELD.findall(str(arguments.get(name) or "")):
             if field.startswith("response") and field != own:
                 raise ConfigError(f"{name}: {{{field}}} has no value here, {{{own}}} has")
+    check_types(Asking, arguments, key="arguments", name="a judge")
     scale: dict[str, Any] = {"low": 0.0, "high": 1.0} if together else {}
-    try:
-        return Asking(**{**scale, **arguments})
-    except TypeError as error:
-        raise ConfigError(f"an argument is of a wrong type: {error}") from None
+    return Asking(**{**scale, **arguments})
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
@@ -214,9 +213,18 @@ def reply_in(completion: Json) -> str:
     return "\n\n".join(str(m.get("content") or "") for m in completion if m.get("role") == "assistant")
 
 
+def check_judge(arguments: Mapping[str, Any], *, together: bool = False) -> None:
+    """ConfigError for an argument that `judge` does not have, or that cannot work."""
+    _parted(together, {name: value for name, value in arguments.items() if name not in ("url", "model")})
+
+
+def check_ruler(arguments: Mapping[str, Any]) -> None:
+    """The same for `ruler`."""
+    check_judge(arguments, together=True)
+
+
 def needs_s(arguments: Mapping[str, Any]) -> float:
-    """The longest wait for an answer. ConfigError for an argument that neither function has."""
-    _parted(False, {name: value for name, value in arguments.items() if name not in ("url", "model")})
+    """The longest wait for an answer."""
     return float(arguments.get("timeout_s", _TIMEOUT_S)) + _MARGIN_S
 
 
@@ -228,6 +236,7 @@ _SERVER = ("api_key", "timeout_s", "body")
 def _parted(together: bool, arguments: Mapping[str, Any]) -> tuple[Asking, dict[str, Any]]:
     """How it is asked, and whom."""
     server = {name: arguments[name] for name in _SERVER if name in arguments}
+    check_types(_asked, server, key="arguments", name="a judge")
     return asking(together, {name: value for name, value in arguments.items() if name not in server}), server
 
 
@@ -238,7 +247,7 @@ async def _asked(
     url: str,
     model: str,
     api_key: str | None = None,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: PositiveFloat = _TIMEOUT_S,
     body: Mapping[str, Json] | None = None,
 ) -> str:
     """The judge's answer. ConnectionError where it gives none."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
+from pydantic import PositiveFloat, PositiveInt
 
 from whet.guard.foreign import words
 from whet.rewards.builtin import reference
@@ -38,11 +39,11 @@ async def sandbox_fusion(
     task: Task,
     *,
     url: str,
-    max_concurrent: int = 64,
-    memory_limit_mb: int | None = 1024,
-    timeout_s: float = 10,
+    max_concurrent: PositiveInt = 64,
+    memory_limit_mb: PositiveInt | None = 1024,
+    timeout_s: PositiveFloat = 10,
     language: str = "python",
-    most_tests: int | None = None,
+    most_tests: PositiveInt | None = None,
     sources: Sequence[str] | None = None,
     processes: int = 1,
 ) -> dict[str, float]:

@@ -6,7 +6,7 @@ import ast
 import json
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from whet.rewards.builtin import Verdict, reference
@@ -16,6 +16,11 @@ from whet.types import Json, Task
 
 _FORM = 0.1
 """What the right form adds, and a wrong one takes away."""
+_THINK_AND_ANSWER = (
+    re.compile("<think>"),
+    re.compile(r"</think>\s*+<answer>"),
+    re.compile(r"</answer>[^\S\n]*+$", re.MULTILINE),
+)
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -29,8 +34,7 @@ def math_reward(response: str, task: Task) -> Verdict:
     <answer>...</answer>, else 0.1 less.
     """
     judged = math(answer_in(response), task)
-    form = re.match(r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$", response, re.DOTALL | re.MULTILINE)
-    return _sum(judged, -_FORM if form is None else _FORM)
+    return _sum(judged, _FORM if _in_order(response, _THINK_AND_ANSWER) else -_FORM)
 
 
 def math_boxed_reward(
@@ -65,7 +69,10 @@ def countdown_reward(response: str, task: Task) -> float:
     found = re.findall(r"<answer>(.*?)</answer>", response.split("\n")[-1])
     if not found:
         return 0.0
-    used = sorted(int(number) for number in re.findall(r"\d+", found[-1]))
+    try:
+        used = sorted(map(int, re.findall(r"\d+", found[-1])))
+    except ValueError:  # more digits than Python reads
+        return _FORM
     value = _value(found[-1].strip()) if used == sorted(wanted["numbers"]) else None
     return 1.0 if value is not None and abs(value - Fraction(str(wanted["target"]))) < 1e-5 else _FORM
 
@@ -109,6 +116,16 @@ def _call(call: dict[str, Json]) -> tuple[str, str]:
 def _sum(judged: Verdict, form: float) -> Verdict:
     accuracy = float(judged["score"])
     return {**judged, "score": accuracy + form, "accuracy": accuracy, "format_score": form}
+
+
+def _in_order(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
+    """Whether one is found after the other. In one expression, a reply that repeats its tags would take hours."""
+    at = 0
+    for pattern in patterns:
+        if (found := pattern.search(text, at)) is None:
+            return False
+        at = found.end()
+    return True
 
 
 def _thinks(text: str) -> bool:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from whet.rewards.builtin import Verdict
 from whet.rewards.gsm8k import gsm8k
 from whet.rewards.math import math
@@ -21,7 +23,7 @@ def compute_score(
     task: Task,
     *,
     gsm8k_found: Literal["first", "last"] = "last",
-    gsm8k_characters: int | None = 300,
+    gsm8k_characters: PositiveInt | None = 300,
     elsewhere: Sequence[str] = (),
 ) -> Verdict:
     r"""1 or 0 for a right or wrong reply, by `task.source`; -1 in place of 0 for math_dapo and aime.
