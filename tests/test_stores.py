@@ -887,6 +887,26 @@ def test_a_changed_file_is_found(name, tmp_path):
         open_store(f"files:///{tmp_path}/s", queue="q", order="arrival")
 
 
+def test_a_snapshot_that_cannot_be_opened_closes_no_file_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "SNAPSHOT_EVERY", 1)
+    store = open_store(f"files:///{tmp_path}/s", queue="q", order="arrival")
+    real, others = os.open, []
+
+    def full(path, flags, *more, **how):
+        if Path(path).name.startswith("commands-") and not flags & os.O_CREAT:
+            others.append(real(os.devnull, os.O_RDONLY))  # of another thread
+            raise OSError(24, "Too many open files")
+        return real(path, flags, *more, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(WhetError, match="Too many open files"):
+            for n in range(3):
+                store.note("n", n)
+    os.close(others[0])  # it is still its own
+    assert store.noted("n") is not None
+
+
 def test_a_queue_name_stays_in_its_folder(tmp_path):
     open_store(f"files:///{tmp_path}/s", queue="../../x", order="arrival")
     assert [p.name for p in (tmp_path / "s").iterdir()] == ["%2e%2e%2f%2e%2e%2fx"]

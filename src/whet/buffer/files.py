@@ -170,8 +170,9 @@ class _FilesTurn:
         write_bytes(self._folder / f"snapshot-{new}.json", b"%08x\n%s" % (zlib.crc32(text), text))
         write_bytes(self._commands(new), b"")
         write_bytes(self._folder / "current", b"%d\n" % new)
-        os.close(self._file)
-        self._file = os.open(self._commands(new), os.O_RDWR | os.O_CLOEXEC)
+        opened = os.open(self._commands(new), os.O_RDWR | os.O_CLOEXEC)
+        os.close(self._file)  # only now: `close` must not close a number that is another file's by then
+        self._file = opened
         self._at = self.newest = new
         self._size = 0
         self._sweep({f"{uid}.arrow" for uid, *_ in state["open"]})
