@@ -186,6 +186,24 @@ def test_what_a_process_leaves_that_is_killed_as_it_begins_to_listen(
     assert not (tmp_path / "stacks").exists()
 
 
+def test_a_process_that_ends_while_it_is_looked_up_does_not_end_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward process removes its file as it ends, which may be between any two looks at it."""
+    there = Path.exists
+
+    def ends(path: Path, **how: Any) -> bool:
+        found = there(path, **how)
+        if path.name.startswith("reward."):
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "exists", ends)
+    with stacks.kept(tmp_path, "run"):
+        (Path(stacks.folder() or "") / "reward.4194305.1").touch()
+        assert stacks.everyone()
+
+
 def test_no_process_is_asked_that_does_not_expect_it(tmp_path: Path, children: Callable[..., Child]) -> None:
     """SIGUSR1 ends a process that has no handler: another one that got the number of a dead one is left alone."""
     child = children("print('there', flush=True); import time; time.sleep(3600)")

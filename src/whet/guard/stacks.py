@@ -171,9 +171,16 @@ def _others() -> list[_Other]:
     for path in paths:
         who, pid, began = ["", "", *path.name.rsplit(".", 2)][-3:]
         if who and pid.isdigit() and began.isdigit() and int(pid) != os.getpid():
-            size = path.stat().st_size if path.exists() else 0
-            found.append(_Other(who, (int(pid), int(began)), path, size))
+            found.append(_Other(who, (int(pid), int(began)), path, _size(path)))
     return found
+
+
+def _size(path: Path) -> int:
+    """0 for a file that is not there: its process may end at any moment, and remove it."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _tidy() -> None:
