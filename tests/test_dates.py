@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import whet
+from encoded import encode_prompt
 from tiny import RUN
 from whet.config.schema import TokenizerConfig
-from whet.data.chat import encode_prompt, render, set_day
+from whet.data.chat import render, set_day
 from whet.data.codec import MessageCodec
 from whet.data.tokenizer import load_tokenizer
 from whet.start import began

@@ -24,6 +24,7 @@ import payloads
 import whet.job
 import whet.rewards.code
 import whet.rewards.sandbox_fusion
+from encoded import with_template
 from sandboxes import Sandbox, ended
 from test_rewards import group, task
 from tiny import RUN
@@ -274,7 +275,7 @@ def test_a_chat_template_reaches_nothing_that_a_code_needs(root: str, tmp_path: 
         made = [jinja(code, root) for code in watch.codes.values()]
         for template in made:
             with pytest.raises(DataError, match="The chat template refuses"):
-                render(tokenizer, messages, template=template)
+                render(with_template(tokenizer, template), messages)
         assert not watch.fired()
         for template in made:
             with contextlib.suppress(Exception):
@@ -292,7 +293,7 @@ def test_code_in_a_message_is_text_to_a_chat_template(path: Path, tmp_path: Path
         for code in watch.codes.values():
             for said in (code, jinja(code, ROOTS[0]), f"{{% set a = {code} %}}"):
                 messages = [Message("user", said), Message("assistant", said), Message("user", said)]
-                assert render(tokenizer, messages, template=path.read_text()).count(said) == 3
+                assert render(with_template(tokenizer, path.read_text()), messages).count(said) == 3
         assert not watch.fired()
 
 

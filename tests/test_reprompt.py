@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import whet
+from encoded import encode_prompt
 from forked import Started
 from test_train_torch import CUT, pg_loss, random_groups
 from tiny import VOCAB, tiny_model
@@ -25,7 +26,6 @@ from whet.batch import Batch, Loss, Outputs, at_sampled, pack, select
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import OptimizerConfig, RepromptConfig, TokenizerConfig
-from whet.data.chat import encode_prompt
 from whet.data.reprompt import filled, open_reprompter
 from whet.data.tokenizer import load_tokenizer
 from whet.models import kernels

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from encoded import with_template
 from whet.config.schema import TokenizerConfig
 from whet.data import templates
 from whet.data.chat import read_template, render
@@ -60,7 +61,7 @@ def test_a_template_renders_as_transformers_renders_it(
     theirs = tokenizer.apply_chat_template(
         plain, chat_template=template, add_generation_prompt=True, tokenize=False
     )
-    assert render(tokenizer, CHAT, template=template) == theirs
+    assert render(with_template(tokenizer, template), CHAT) == theirs
 
 
 ENDLESS = {
@@ -101,7 +102,7 @@ def test_a_template_that_would_not_end_or_fill_the_memory_is_refused(
     with pytest.raises(
         DataError, match=r"The chat template refuses the messages \(user\): .*(end|more than|large)"
     ):
-        render(tokenizer, [Message("user", "hi")], template=ENDLESS[name])
+        render(with_template(tokenizer, ENDLESS[name]), [Message("user", "hi")])
 
 
 @pytest.mark.parametrize(
@@ -122,12 +123,12 @@ def test_whatever_a_template_raises_is_told_in_one_sentence(
     template: str, says: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(DataError, match=rf"The chat template refuses the messages \(user\): .*{says}"):
-        render(tokenizer, [Message("user", "hi")], template=template)
+        render(with_template(tokenizer, template), [Message("user", "hi")])
 
 
 def test_a_conversation_of_a_million_characters_is_rendered(tokenizer: PreTrainedTokenizerFast) -> None:
     long = [Message("user" if n % 2 == 0 else "assistant", "word " * 1000) for n in range(201)]
-    assert len(render(tokenizer, long, template=FEATURES)) > 10**6
+    assert len(render(with_template(tokenizer, FEATURES), long)) > 10**6
 
 
 def test_a_template_file_is_a_text_file_of_bounded_size(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
+from encoded import encode_prompt, with_template
 from fuzz import checkpoints, replies, runs, servers
 from fuzz.case import Case, Fuzzer
 from fuzz.mutate import as_json, changed, containers, damaged
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import DataConfig, ModelConfig, SourceConfig, TokenizerConfig
-from whet.data.chat import encode_prompt, render
+from whet.data.chat import render
 from whet.data.tasks import TaskStream
 from whet.data.tokenizer import load_tokenizer
 from whet.models.load import build, export
@@ -379,7 +380,7 @@ def _read_template(folder: Path) -> object:
         Message("user", "hello {{ x }}"),
         Message("assistant", "<think>a</think>b"),
     ]
-    return render(tokenizer(), messages, template=str(folder / "template"))
+    return render(with_template(tokenizer(), str(folder / "template")), messages)
 
 
 FUZZERS: dict[str, Fuzzer] = {

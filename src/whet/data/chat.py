@@ -151,27 +151,14 @@ def _with_added(tokenizer: Tokenizer, size: int, named: tuple[tuple[str, int], .
     return added | dict(named)
 
 
-def encode_prompt(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    *,
-    chat: bool | None = None,
-    template: str | None = None,
-    system: str | None = None,
-) -> list[int]:
-    """The tokens that a reply follows. `template`: Jinja text or a file; default: the tokenizer's own."""
-    return encode_prompts(tokenizer, [as_prompt(prompt, chat=chat, system=system)], template=template)[0]
-
-
 def encode_prompts(
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     *,
-    template: str | None = None,
     tools: Sequence[Sequence[ToolSpec]] = (),
     kwargs: Sequence[Mapping[str, Json]] = (),
 ) -> list[list[int]]:
-    """`encode_prompt` for many at once. tools, kwargs: of each prompt, see `with_kwargs`.
+    """The tokens that a reply to each prompt follows. tools, kwargs: of each prompt, see `with_kwargs`.
 
     Messages: rendered with the header of the assistant's turn, then encoded as they stand. A last message of the
     assistant is the beginning of the reply: it follows the header and is not closed. Plain text: encoded as it
@@ -195,9 +182,7 @@ def encode_prompts(
                 "The row has tools, but the chat template does not render tools: use one that does "
                 "(tokenizer.chat_template), or set the source's `tools` to null."
             )
-        texts.append(
-            lead(with_kwargs(tokenizer, own), neutral(control, prompt), template=template, tools=specs)
-        )
+        texts.append(lead(with_kwargs(tokenizer, own), neutral(control, prompt), tools=specs))
     ids = encode_rendered(tokenizer, texts)
     opening = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id][:1]
     bare = [isinstance(p, str) and x[:1] != opening for p, x in zip(prompts, ids)]
@@ -409,7 +394,7 @@ def encode_whole(tokenizer: Tokenizer, texts: Sequence[Reply]) -> list[list[int]
 def encode_history(
     tokenizer: Tokenizer, prompt: Sequence[Message], tools: Sequence[ToolSpec] = ()
 ) -> tuple[list[int], list[int]]:
-    """`encode_prompt` of a conversation, and which of its tokens are replies (1) with their end tokens.
+    """`encode_prompts` of a conversation, and which of its tokens are replies (1) with their end tokens.
 
     Each reply is tokenised by itself after what the policy would have been given at that point, so the tokens are
     those of a rollout of several turns, and their text is exactly what the template makes of the conversation. That
@@ -455,17 +440,11 @@ def _head(before: str, after: str, reply: str) -> str:
     )
 
 
-def lead(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    template: str | None = None,
-    tools: Sequence[ToolSpec] = (),
-) -> str:
+def lead(tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> str:
     """The text that the reply follows: a last message of the assistant is its beginning."""
     if messages and messages[-1].role == "assistant":
-        return render(tokenizer, messages[:-1], template=template, tools=tools) + messages[-1].content
-    return render(tokenizer, messages, template=template, tools=tools)
+        return render(tokenizer, messages[:-1], tools=tools) + messages[-1].content
+    return render(tokenizer, messages, tools=tools)
 
 
 _DAY = "whet_day"
@@ -488,12 +467,11 @@ def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
-    template: str | None = None,
     tools: Sequence[ToolSpec] = (),
     header: bool = True,
 ) -> str:
     """The conversation as text; header: ending with the header of the assistant's turn."""
-    jinja = read_template(template) if template is not None else template_of(tokenizer, tools=bool(tools))
+    jinja = template_of(tokenizer, tools=bool(tools))
     if jinja is None:
         raise ConfigError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, but the prompt is a list of "
