@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from whet.data.chat import Prompt, as_prompt, encode_prompts, read_template
+from whet.data.chat import Prompt, as_prompt, encode_prompts, encode_reply, read_template
 
 
 def with_template(tokenizer: Any, template: str) -> Any:
@@ -25,3 +25,8 @@ def encode_prompt(
 ) -> list[int]:
     tokenizer = tokenizer if template is None else with_template(tokenizer, template)
     return encode_prompts(tokenizer, [as_prompt(prompt, chat=chat, system=system)])[0]
+
+
+def encode_response(tokenizer: Any, text: str) -> list[int]:
+    """A reply to a plain text, with its end token."""
+    return encode_reply(tokenizer, "", text)

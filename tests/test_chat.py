@@ -3,9 +3,9 @@
 import pytest
 from tokenizers import processors
 
-from encoded import encode_prompt
+from encoded import encode_prompt, encode_response
 from whet.config.schema import TokenizerConfig
-from whet.data.chat import as_prompt, encode_response, read_template
+from whet.data.chat import as_prompt, read_template
 from whet.data.codec import MessageCodec
 from whet.data.tokenizer import load_tokenizer
 from whet.types import ConfigError, DataError, Message

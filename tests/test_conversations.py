@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 import whet
-from encoded import encode_prompt
+from encoded import encode_prompt, encode_response
 from whet.batch import pack
 from whet.config.schema import DataConfig, SourceConfig, TokenizerConfig
-from whet.data.chat import encode_history, encode_response
+from whet.data.chat import encode_history
 from whet.data.codec import MessageCodec
 from whet.data.tasks import TaskStream, demonstration, eval_tasks, learned_turns, preference_pair
 from whet.data.tokenizer import load_tokenizer

@@ -24,7 +24,7 @@ def test_the_account_of_a_step_by_hand():
     ledger.asked(16)
     ledger.trained(8)
     ledger.rejected(4, "uniform")
-    ledger.failed(1, "reward")
+    ledger.book("failed/reward", 1)
     ledger.balance()
     ledger.balance(held=3)
     assert ledger.pending == 3
@@ -46,7 +46,7 @@ def test_a_lost_rollout_and_one_too_many_are_found():
     ledger.trained(3)
     with pytest.raises(WhetError, match="asked 4, trained 3; so 1 are pending, but 0 were found"):
         ledger.balance(held=0)
-    ledger.failed(2, "reward")
+    ledger.book("failed/reward", 2)
     with pytest.raises(WhetError, match="failed/reward 2"):
         ledger.balance()
     with pytest.raises(ValueError, match="counts cannot decrease"):
@@ -65,7 +65,7 @@ def test_a_ledger_from_its_state_goes_on_as_the_same(events):
             if name == "end":
                 seen.append(ledger.end_step())
             else:
-                getattr(ledger, name)(n, *(["why"] if name in ("rejected", "failed") else []))
+                ledger.book(f"{name}/why" if name in ("rejected", "failed") else name, n)
         return [*seen, ledger.state(), ledger.pending]
 
     half = len(events) // 2

@@ -301,11 +301,6 @@ def _written_end(tokenizer: Tokenizer, template: str) -> int | None:
     return ids[0] if ids else None
 
 
-def encode_response(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A demonstration as the policy would have sampled it: its tokens and the end-of-text token."""
-    return [*encode_texts(tokenizer, [text])[0], end_of_reply(tokenizer, "", ())]
-
-
 def encode_reply(
     tokenizer: Tokenizer,
     prompt: Prompt,
@@ -385,7 +380,7 @@ def _closing(tokenizer: Tokenizer) -> str:
 def encode_whole(tokenizer: Tokenizer, texts: Sequence[Reply]) -> list[list[int]]:
     """Texts without prompts: each encoded as a plain-text prompt, with the end-of-text token after it if its own last
     token is another one (as TRL 1.16 for language modeling). Given tokens stay as they are."""
-    end = encode_response(tokenizer, "")
+    end = [end_of_reply(tokenizer, "", ())]
     written = iter(encode_prompts(tokenizer, [text for text in texts if isinstance(text, str)]))
     whole = [(list(text), []) if isinstance(text, tuple) else (next(written), end) for text in texts]
     return [ids if ids[-1:] == last else [*ids, *last] for ids, last in whole]

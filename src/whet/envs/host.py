@@ -47,9 +47,8 @@ from whet.guard.line import messages
 from whet.guard.program import ProgramOutcome
 from whet.guard.traces import Traces, written
 from whet.guard.worker import describe
-from whet.rewards.bind import unpack_task
 from whet.tables import load_object
-from whet.types import Json, Message, WhetError
+from whet.types import Json, Message, Task, WhetError
 
 MODULE = "whet.envs.host"
 CLOSE_S = 5.0
@@ -243,7 +242,7 @@ class EnvHost:
             self.say("failed", playing.number, str(error))
 
     async def _first(self, playing: Playing, packed: Json) -> Json:
-        make = bound(self.make, unpack_task(packed), playing.world, self.arguments)
+        make = bound(self.make, Task.from_json(packed), playing.world, self.arguments)
 
         def made() -> Any:
             """A thread cannot be cancelled: what it makes after its episode has ended is closed, too."""

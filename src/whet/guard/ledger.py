@@ -30,10 +30,6 @@ class Ledger:
         """`n` were fine but not used, e.g. 'uniform', 'stale'."""
         self._add(f"rejected/{reason}", n)
 
-    def failed(self, n: int, reason: str) -> None:
-        """`n` came to nothing, e.g. 'reward', 'timeout', 'engine'."""
-        self._add(f"failed/{reason}", n)
-
     def book(self, account: str, n: int) -> None:
         """`n` more of an account by its whole name: 'asked', 'trained', 'rejected/REASON', 'failed/REASON'."""
         self._add(account, n)

@@ -21,7 +21,7 @@ def aime(response: str, task: Task) -> Verdict:
     found = _ANSWER.findall(response[-_LAST_CHARACTERS:])
     if not found:
         return {"score": -1.0}
-    return _signed(found[-1].rpartition("=")[2].strip(" $."), task)
+    return signed(found[-1].rpartition("=")[2].strip(" $."), task)
 
 
 def direct_math(response: str, task: Task) -> Verdict:
@@ -29,10 +29,10 @@ def direct_math(response: str, task: Task) -> Verdict:
     line = response.rpartition("Answer:")[2].partition("\n")[0].strip(" $.")
     if "Answer:" not in response or not line:
         return {"score": -1.0}
-    return _signed(line, task)
+    return signed(line, task)
 
 
-def _signed(answer: str, task: Task) -> Verdict:
+def signed(answer: str, task: Task) -> Verdict:
     """1 for an answer that equals the task's, else -1."""
     judged = math(f"\\boxed{{{answer}}}", task)
     return judged | {"score": 2.0 * float(judged["score"]) - 1.0}

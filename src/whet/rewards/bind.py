@@ -35,13 +35,8 @@ BATCH = "batch"
 
 
 def pack_task(task: Task) -> dict[str, Json]:
-    """A task as JSON for `bind`, without its tokens, which no reward needs."""
+    """A task as JSON for `bind` (`Task.from_json` reads it), without its tokens, which no reward needs."""
     return task.to_json() | {"token_ids": ()}
-
-
-def unpack_task(task: dict[str, Json]) -> Task:
-    """What `pack_task` has packed."""
-    return Task.from_json(task)
 
 
 def pack_rollout(rollout: Rollout) -> dict[str, Json]:
@@ -93,7 +88,7 @@ def bind(
     def call(
         task: dict[str, Json], rollout: dict[str, Json] | None = None, rollouts: Sequence[Json] = ()
     ) -> Any:
-        whole = unpack_task(task)
+        whole = Task.from_json(task)
         named = of_columns(whole) if columns else {}
         if rollout is None and not rollouts:
             return {"score": 0.0, BATCH: float(batch)}

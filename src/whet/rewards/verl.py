@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
+from whet.rewards.answer_line import signed
 from whet.rewards.builtin import Verdict
 from whet.rewards.gsm8k import gsm8k
 from whet.rewards.math import math
@@ -53,5 +54,4 @@ def _after_answer(response: str, task: Task) -> Verdict:
     found = _ANSWER.findall(response[-_LAST_CHARACTERS:])
     if not found:
         return {"score": -1.0}
-    judged = math(f"\\boxed{{{found[-1].strip(' $.')}}}", task)
-    return judged | {"score": 2.0 * float(judged["score"]) - 1.0}
+    return signed(found[-1].strip(" $."), task)
