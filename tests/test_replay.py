@@ -173,6 +173,14 @@ def not_a_number(entry: ReplayEntry) -> float:
     return float("nan")
 
 
+def a_text(entry: ReplayEntry) -> float:
+    return "high"  # type: ignore[return-value]
+
+
+def fails(entry: ReplayEntry) -> float:
+    return 1 / 0
+
+
 def test_a_priority_of_yours():
     replay = make("test_replay:most_rewarded", decay=2.0)
     replay.add([group(0, size=1), group(1, size=3), group(13, size=3), group(2, size=2)])
@@ -189,6 +197,10 @@ def test_wrong_priorities():
         make("test_replay:asks_too_much", decay=1.0)
     with pytest.raises(WhetError, match="returned nan for task 3; return a finite number or None"):
         add(make("test_replay:not_a_number"), [3], version=0)
+    with pytest.raises(WhetError, match="'test_replay:a_text' returned 'high' for task 3; return a finite"):
+        add(make("test_replay:a_text"), [3], version=0)
+    with pytest.raises(WhetError, match=r"failed for task 3: ZeroDivisionError: .* \(test_replay.py:\d+\)"):
+        add(make("test_replay:fails"), [3], version=0)
 
 
 # ---------------------------------------------------------------- laws

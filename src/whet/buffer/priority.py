@@ -12,12 +12,15 @@ It returns the priority (the highest is drawn first), or None: the group does no
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whet.guard.foreign import is_number, shown
+from whet.guard.worker import describe
 from whet.tables import check_settings, find
-from whet.types import Group
+from whet.types import Group, WhetError
 
 
 @dataclass(slots=True)
@@ -62,13 +65,31 @@ def priority(name: str, settings: Mapping[str, Any]) -> Callable[[ReplayEntry, f
     """(entry, noise) -> priority, with the settings bound.
 
     name: a key of PRIORITIES or 'package.module:function'. Raises ConfigError for an unknown name, for settings that
-    the function does not have, and for those that it needs and that are not given.
+    the function does not have, and for those that it needs and that are not given. What is returned raises WhetError
+    where the function fails, or gives something else than a finite number or None.
     """
     function = find(PRIORITIES, name, what="buffer.replay.priority")
     check_settings(function, settings, key="buffer.replay.priority", name=name, given=1, also=("noise",))
     noisy = "noise" in inspect.signature(function).parameters
 
     def ranked(entry: ReplayEntry, noise: float) -> float | None:
-        return function(entry, **settings, **({"noise": noise} if noisy else {}))
+        uid = entry.group.task.uid
+        try:
+            found = function(entry, **settings, **({"noise": noise} if noisy else {}))
+            value = float(found) if is_number(found) else math.nan
+        except WhetError:
+            raise
+        except (Exception, SystemExit) as error:  # code of the user's: it can fail in any way
+            raise WhetError(
+                f"buffer.replay.priority {name!r} failed for task {uid}: {describe(error)}"
+            ) from error
+        if found is None:
+            return None
+        if not math.isfinite(value):
+            raise WhetError(
+                f"buffer.replay.priority {name!r} returned {shown(found, 60)} for task {uid}; return a finite number "
+                "or None, which leaves the group out"
+            )
+        return value
 
     return ranked

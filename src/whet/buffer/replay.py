@@ -24,7 +24,7 @@ from collections.abc import Callable
 from whet import seeds
 from whet.buffer.groups import encode, oldest_version, restored
 from whet.buffer.priority import ReplayEntry
-from whet.types import Group, Json, WhetError
+from whet.types import Group, Json
 
 
 def replayed(groups_per_step: int, share: float) -> int:
@@ -163,12 +163,7 @@ class Replay:
         if found is None:
             self._leave(entry, "unwanted")
             return
-        if not math.isfinite(found):
-            raise WhetError(
-                f"buffer.replay.priority returned {found!r} for task {entry.group.task.uid}; return a finite number "
-                "or None, which leaves the group out"
-            )
-        entry.priority = float(found)
+        entry.priority = found
         if len(self._queue) >= self.capacity:
             if entry.priority < self._queue[0][0]:
                 self._leave(entry, "outranked")
