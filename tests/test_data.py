@@ -159,6 +159,13 @@ def returns_text():
     return "prompt"
 
 
+def nested_rows(levels=5000):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return [{"prompt": value}]
+
+
 def test_a_function_gives_rows():
     source = SourceConfig(function=f"{HERE}:rows_of_a_function", arguments={"n": 3}, limit=2)
     rows = read_rows(source)
@@ -179,6 +186,11 @@ def test_a_function_gives_rows():
 def test_a_function_that_gives_what_json_has_not_is_refused(bad, says):
     with pytest.raises(DataError, match=rf"row 1: {says}"):
         read_rows(SourceConfig(function=f"{HERE}:rows_of_a_function", arguments={"bad": bad}))
+
+
+def test_a_function_whose_rows_nest_without_end_is_refused():
+    with pytest.raises(DataError, match="nested_rows, row 1: lists and mappings nest more than 50 levels"):
+        read_rows(SourceConfig(function=f"{HERE}:nested_rows"))
 
 
 def test_a_function_that_gives_no_rows_is_refused():

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 import whet
+from test_data import nested_rows
 from whet.data.given import taken
 from whet.types import CheckpointError, ConfigError
 
@@ -50,6 +51,7 @@ def test_sources_stay_and_rows_may_stand_among_them():
     ("data", "said"),
     [
         (7, "data.train: got a int; expected a path, a source"),
+        (nested_rows(), "data.train, row 1: lists and mappings nest more than 50 levels deep"),
         (pd.DataFrame([]), "data.train: has no rows; give at least one"),
         (
             [{"prompt": {1, 2}}],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.schema import SourceConfig
+from whet.inputs import too_deep
 from whet.outputs import replacing
 from whet.tables import near
 from whet.types import ConfigError
@@ -135,6 +136,8 @@ def _lines(rows: Callable[[], Iterator[Any]], what: str) -> Iterator[bytes]:
             )
         try:
             yield json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        except RecursionError as e:
+            raise ConfigError(f"{what}, row {n}: {too_deep()}") from e
         except (TypeError, ValueError) as e:
             raise ConfigError(
                 f"{what}, row {n}: {e}; rows hold dict, list, str, int, float, bool and None"

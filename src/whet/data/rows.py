@@ -21,6 +21,7 @@ from whet.config.sections.data import (
 )
 from whet.data.files import find_files, read_files, stem
 from whet.data.parts import FileRows, ListPart, SourceRows, as_row, describe, flaw, json_copy
+from whet.inputs import too_deep
 from whet.tables import load_object, near
 from whet.types import ConfigError, DataError, Json
 
@@ -173,5 +174,9 @@ def _check_row(row: Json, where: str) -> None:
             f"{where}: the row holds tokens (input_ids), but whet tokenises rows with the policy's own tokenizer: give "
             "the text, as `prompt` (and `response`) or as messages."
         )
-    if (fault := flaw(as_row(row, where))) is not None:
+    try:
+        fault = flaw(as_row(row, where))
+    except RecursionError as e:
+        raise DataError(f"{where}: {too_deep()}") from e
+    if fault is not None:
         raise DataError(f"{where}: {fault}. Rows are dict, list, str, int, float, bool and None.")
