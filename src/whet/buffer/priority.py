@@ -75,7 +75,7 @@ def priority(name: str, settings: Mapping[str, Any]) -> Callable[[ReplayEntry, f
     def ranked(entry: ReplayEntry, noise: float) -> float | None:
         uid = entry.group.task.uid
         try:
-            found = function(entry, **settings, **({"noise": noise} if noisy else {}))
+            found: Any = function(entry, **settings, **({"noise": noise} if noisy else {}))
             value = float(found) if is_number(found) else math.nan
         except WhetError:
             raise
