@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from whet.config.environments import AT, SEVERAL, MemberConfig, SeveralArguments
-from whet.config.faults import argument_problems
 from whet.config.schema import EnvironmentConfig
+from whet.envs.arguments import section
 from whet.envs.env import Env, EnvFault, EnvStep, World, bound, check_arguments, factory_method
 from whet.tables import load_object
 from whet.types import ConfigError, Json, Message, Task
@@ -53,7 +53,7 @@ class Several:
 
     def __call__(self, task: Task, world: World, **arguments: Json) -> Env | Awaitable[Env]:
         """The environment of one rollout. EnvFault for a row whose name is not listed."""
-        asked = _asked(arguments)
+        asked = section(SeveralArguments, arguments)
         name = _name(task, asked)
         member = asked.envs[name]
         if member.make is None:
@@ -65,7 +65,7 @@ class Several:
 
     def prepare(self, arguments: Mapping[str, Json]) -> None:
         """Load and prepare all of them. ConfigError names the one that cannot be played."""
-        for name, member in _asked(arguments).envs.items():
+        for name, member in section(SeveralArguments, arguments).envs.items():
             if member.make is None:
                 continue
             try:
@@ -82,7 +82,7 @@ def has_env(env: EnvironmentConfig) -> Callable[[Task], bool]:
     not listed, or whom nobody asks, counts as played: what makes its environment says what is wrong."""
     if env.make != SEVERAL:
         return lambda task: True
-    asked = _asked(env.arguments)
+    asked = section(SeveralArguments, env.arguments)
 
     def found(task: Task) -> bool:
         try:
@@ -95,25 +95,18 @@ def has_env(env: EnvironmentConfig) -> Callable[[Task], bool]:
 
 def names(env: EnvironmentConfig) -> list[str]:
     """Of several environments, those that play rows."""
-    asked = _asked(env.arguments).envs if env.make == SEVERAL else {}
+    asked = section(SeveralArguments, env.arguments).envs if env.make == SEVERAL else {}
     return [name for name, member in asked.items() if member.make is not None]
 
 
 def one_of_each(env: EnvironmentConfig, tasks: Sequence[Task]) -> dict[str, Task]:
     """The first task of each environment by its name, or of the only one, which has the name ''. EnvFault for a row
     that has none."""
-    asked = _asked(env.arguments) if env.make == SEVERAL else None
+    asked = section(SeveralArguments, env.arguments) if env.make == SEVERAL else None
     found: dict[str, Task] = {}
     for task in filter(has_env(env), tasks):
         found.setdefault("" if asked is None else _name(task, asked), task)
     return found
-
-
-def _asked(arguments: Mapping[str, Json]) -> SeveralArguments:
-    """ConfigError for arguments that are none."""
-    if wrong := list(argument_problems(AT, SeveralArguments, dict(arguments))):
-        raise ConfigError("; ".join(f"{key}: {said}" for key, said in wrong))
-    return SeveralArguments.model_validate(arguments)
 
 
 def _name(task: Task, asked: SeveralArguments) -> str:
