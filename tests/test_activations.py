@@ -7,30 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import whet
 from asking import reply
 from tiny import FAMILIES, FEW, RUN, SPARSE, VOCAB, tiny_model
-from whet import environment, job
+from whet import environment, stages
 from whet.batch import Batch, Loss, Outputs, pack
 from whet.config.load import load
 from whet.config.memory_estimate import REUSED, reused_bytes, reused_tokens
 from whet.config.plan import plans
 from whet.config.schema import ModelConfig, OptimizerConfig
-from whet.config.sizes import Shape, config_sizes, new_shape
+from whet.config.sizes import PAGE_TOKENS, Shape, config_sizes, new_shape
+from whet.context import Context
+from whet.job import Models
 from whet.models import kernels
 from whet.models.activations import Activations, LayerOutput, PackedActivations
 from whet.models.packing import PackedLayout, layout
 from whet.rollout.native.engine import NativeEngine
+from whet.rollout.native.runner import Runner
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.reuse import Reuse
 from whet.training.torch import TorchEngine
@@ -267,12 +273,14 @@ def test_a_number_that_is_not_the_trainer_s_is_found(kind: LayerOutput, layer: i
     assert own.reuse.of(layout(later, share_prompts=True)) is None, "nor are later ones"
 
 
-def test_another_strand_is_compared_in_each_update() -> None:
-    """Of two prompts and their eight replies, the last one is wrong: found in the tenth update, not before."""
+@pytest.mark.parametrize("updates", [0, 1, 2])
+def test_another_strand_is_compared_in_each_step(updates: int) -> None:
+    """Of two prompts and their eight replies, the last one is wrong: found in the tenth step, not before. A step has
+    one update of the policy, several, or, while a critic warms up, a forward alone."""
     engine = engine_on(tiny_model())
     own = reusing(engine, max_tokens=4096)
     assert own.reuse is not None
-    for update in range(10):
+    for step in range(10):
         assert own.reuse.differs is None
         groups = asyncio.run(sampled(engine, prompts(2)))
         batch = batch_of(groups)
@@ -281,8 +289,11 @@ def test_another_strand_is_compared_in_each_update() -> None:
         assert found is not None
         last = int(found.row_U[-1])
         own.reuse.kept.kinds[LayerOutput.DOWN][1, last] += 1.0
-        own.update(batch, lambda b, out: Loss(0 * loss(b, out).loss_N))  # the weights stay
-        assert (own.reuse.differs is not None) == (update == 9)
+        if not updates:
+            own.forward(batch, "logprobs")
+        for _ in range(updates):
+            own.update(batch, lambda b, out: Loss(0 * loss(b, out).loss_N))  # the weights stay
+        assert (own.reuse.differs is not None) == (step == 9)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -326,33 +337,98 @@ def test_a_run_that_reuses_writes_what_one_writes_that_computes_everything(
     assert found == [True, False][:minibatches] * 3
 
 
-def test_a_difference_is_told_and_ends_the_reuse(
-    tmp_path: Path, found: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def changed() -> Iterator[None]:
+    """Inside it, what sampling has kept is wrong."""
     find = Activations.find
 
-    def changed(self: Activations, *what: Any) -> PackedActivations | None:
-        self.kinds[LayerOutput.LSE][:] += 1.0
+    def wrong(self: Activations, *what: Any) -> PackedActivations | None:
+        if self.kinds:
+            self.kinds[LayerOutput.LSE][:] += 1.0
         return find(self, *what)
 
-    monkeypatch.setattr(Activations, "find", changed)
-    result = whet.train(**values(tmp_path / "auto"))
-    log = (result.run_dir / "run.log").read_text()
-    assert "step 1: the activations of a rollout differ from the trainer's, by at most 1.00e+00" in log
-    assert "continues as 'close'" in log
-    assert not any(found)
-    strict = values(tmp_path / "on") | {"machine": {**ON_CPU, "logprob_parity": "on"}}
-    with pytest.raises(WhetError, match="logprob_parity=on does not allow this"):
-        whet.train(**strict)
+    with patch.object(Activations, "find", wrong):
+        yield
+
+
+@pytest.mark.parametrize("train", [{}, {"temperature": 0.7}], ids=["one temperature", "two temperatures"])
+def test_a_difference_is_told_and_ends_the_reuse(
+    train: dict[str, Any], tmp_path: Path, found: list[bool]
+) -> None:
+    """Also where log-probs are not compared, as the trainer's are of another temperature."""
+    with changed():
+        result = whet.train(**values(tmp_path / "auto", **train))
+        log = (result.run_dir / "run.log").read_text()
+        assert "step 1: the activations of a rollout differ from the trainer's, by at most 1.00e+00" in log
+        assert "continues as 'close'" in log
+        assert not any(found)
+        strict = values(tmp_path / "on", **train) | {"machine": {**ON_CPU, "logprob_parity": "on"}}
+        with pytest.raises(WhetError, match="logprob_parity=on does not allow this"):
+            whet.train(**strict)
+
+
+def test_a_run_that_has_found_a_difference_reuses_nothing_after_it_was_resumed(
+    tmp_path: Path, found: list[bool]
+) -> None:
+    with changed():
+        whet.train(**values(tmp_path / "run", steps=1))
+    whet.train(**values(tmp_path / "run"))
+    assert "continues as 'close'" in (tmp_path / "run/run.log").read_text()
+    assert found == [False] * 5
+
+
+def test_where_log_probs_differ_nothing_is_reused_any_longer(
+    tmp_path: Path, found: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output layer is not kept: its products may differ where all that is kept is alike. A step of a run that is
+    'close' computes the log-probs before the update, too."""
+    choose = Runner._choose
+
+    def other(self: Runner, *what: Any) -> tuple[Tensor, Tensor, Tensor]:
+        token_B, logp_B, sample_logp_B = choose(self, *what)
+        return token_B, logp_B + 1e-3 * (self.kept is not None), sample_logp_B  # not in the self-test
+
+    monkeypatch.setattr(Runner, "_choose", other)
+    result = whet.train(**values(tmp_path / "run"))
+    assert "of the sampled log-probs differ from the trainer's" in (result.run_dir / "run.log").read_text()
+    assert found == [True, False, False, False, False]
+
+
+def test_each_stage_has_the_room_of_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stage has kept is freed at its end: the plan of the next one does not count it."""
+    rows: list[int] = []
+    share = stages.share_activations
+
+    def seen(context: Context, models: Models, *parts: Any) -> None:
+        share(context, models, *parts)
+        assert isinstance(models.engine, NativeEngine)
+        assert models.engine.kept is not None
+        rows.append(models.engine.kept.rows)
+
+    monkeypatch.setattr(stages, "share_activations", seen)
+    short = {"sampling": {"max_tokens": 2}}
+    three = [
+        {"name": "long"},
+        {"name": "saving", "train": {"gradient_checkpointing": True}},
+        {"name": "short", "rollout": short},
+    ]
+    given = values(tmp_path / "run", steps=1) | {"stages": three}
+    whet.train(**copy.deepcopy(given))
+    assert rows == [reused_tokens(plan) for plan in plans(load(None, values=given))]
+    assert rows[0] > rows[2] > rows[1] == 0
 
 
 def test_without_addresses_for_it_the_run_computes_everything(
     tmp_path: Path, found: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Any, **__: Any) -> Activations:
-        raise MemoryError("Unable to allocate 5 GiB")
+    resize = Activations.resize
 
-    monkeypatch.setattr(job, "Activations", refused)
+    def refused(self: Activations, rows: int) -> None:
+        if rows:
+            raise MemoryError("Unable to allocate 5 GiB")
+        resize(self, rows)
+
+    monkeypatch.setattr(Activations, "resize", refused)
     result = whet.train(**values(tmp_path / "run"))
     said = "the update computes again what sampling has computed: Unable to allocate 5 GiB"
     assert said in (result.run_dir / "run.log").read_text()
@@ -372,7 +448,7 @@ def planned(**changed: Any) -> int:
 
 
 def test_a_step_s_tokens_are_kept_where_sampling_and_training_are_one_computation() -> None:
-    assert planned() == 4 * (8 + 2 * 3), "the last token of a reply is not fed"
+    assert planned() == 4 * (8 + 2 * (3 + PAGE_TOKENS)), "the last token of a reply is not fed"
     for key, value in {
         "train__gradient_checkpointing": True,
         "train__compile": True,

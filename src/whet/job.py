@@ -32,7 +32,6 @@ from whet.guard.line import OpenLines
 from whet.guard.watch import Watch
 from whet.models import kernels
 from whet.models.activations import Activations
-from whet.models.attention import PAGE
 from whet.models.forward import decoder
 from whet.models.load import build as build_model
 from whet.models.load import end_tokens
@@ -404,16 +403,12 @@ def open_engine(
 
 
 def activations_of(plans: Sequence[Plan]) -> Activations | None:
-    """Room for what sampling leaves to the updates of these stages; None: for nothing."""
-    # a page that a history fills in part is computed again where rows come to it later
-    rows, shape = max(reused_tokens(plan, again=PAGE) for plan in plans), plans[0].shape
-    if not rows or shape is None:
+    """Where sampling leaves something to the updates of these stages, each of which makes room for its own; None: it
+    leaves nothing."""
+    shape = plans[0].shape
+    if shape is None or not any(map(reused_tokens, plans)):
         return None
-    try:
-        return Activations(shape.layer_outputs, layers=shape.layers, rows=rows)
-    except MemoryError as error:  # of addresses (ulimit -v): the memory itself is taken as tokens come
-        log.warning("the update computes again what sampling has computed: %s", error)
-        return None
+    return Activations(shape.layer_outputs, layers=shape.layers)
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

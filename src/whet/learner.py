@@ -395,12 +395,12 @@ class Learner:
     def check_mismatch(self, step: int, numbers: Metrics) -> None:
         """Compare the log-probs of engine and trainer. With log-prob parity there is no difference."""
         share, reuse = numbers.get("train/mismatch_frac", 0.0), self.reuse
-        if not self.exact or not self.sampled.same_policy or self.policy.drops:
+        if not self.exact or self.policy.drops:
             return
         what = None
         if reuse is not None and reuse.differs is not None:
             what = f"the activations of a rollout differ from the trainer's, by at most {reuse.differs:.2e}"
-        elif share > 0:
+        elif share > 0 and self.sampled.same_policy:
             what = (
                 f"{share:.2%} of the sampled log-probs differ from the trainer's, by at most "
                 f"{numbers['train/mismatch_max_nats']:.2e} nats"
@@ -410,8 +410,14 @@ class Learner:
             if self.context.cfg.machine.logprob_parity == "on":
                 raise WhetError(f"{message}; machine.logprob_parity=on does not allow this: use auto")
             log.warning("%s; the run continues as 'close'", message)
-            self.exact = False
+            self.not_exact()
             self.context.monitor.display.exactness("close")
+
+    def not_exact(self) -> None:
+        """Sampling and training are not one computation: from here on nothing is reused."""
+        self.exact = False
+        if self.reuse is not None:
+            self.reuse.kept.resize(0)
 
     def measure(self, step: int, batch: Batch) -> Metrics:
         """Numbers of the whole batch, in which the policy becomes the next version; the KL controller moves."""
@@ -488,7 +494,8 @@ class Learner:
             self.kl_coef = state["kl_coef"]
         if self.context.algorithm.entropy.target_nats is not None and was["entropy"] == first["entropy"]:
             self.entropy = EntropyBonus(**state.get("entropy", asdict(self.entropy)))
-        self.exact = self.exact and state["exact"]
+        if not state["exact"]:
+            self.not_exact()
         self.policy.version = state["version"]
         if self.demonstrations is None or not (state["experts"] or not changed):
             return []

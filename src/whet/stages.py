@@ -241,13 +241,21 @@ def open_stage(job: Job, index: int, before: StageEnd, stack: ExitStack) -> tupl
 
 
 def share_activations(context: Context, models: Models, explorer: Explorer, learner: Learner) -> None:
-    """Where sampling and training are one computation, the update begins with what sampling has computed."""
-    engine, policy = models.engine, learner.policy
-    if not (learner.exact and reused_tokens(context.plan)) or not isinstance(policy, TorchEngine):
+    """Where sampling and training are one computation, the update begins with what sampling has computed. The room is
+    the stage's own: what the one before has kept is freed."""
+    engine, policy, rows = models.engine, learner.policy, reused_tokens(context.plan)
+    if not isinstance(engine, NativeEngine) or (kept := engine.kept) is None:
         return
-    if isinstance(engine, NativeEngine) and engine.kept is not None and engine.module is policy.module:
-        explorer.keeping = engine.keeping
-        policy.reuse = learner.reuse = Reuse(engine.kept, policy.decoder, policy.ops)
+    kept.resize(0)
+    if not (rows and learner.exact and isinstance(policy, TorchEngine) and engine.module is policy.module):
+        return
+    try:
+        kept.resize(rows)
+    except MemoryError as error:  # of addresses (ulimit -v): the memory itself is taken as tokens come
+        log.warning("the update computes again what sampling has computed: %s", error)
+        return
+    explorer.keeping = engine.keeping
+    policy.reuse = learner.reuse = Reuse(kept, policy.decoder, policy.ops)
 
 
 def how_sampled(context: Context, weights: Weights, *, replays: bool) -> Sampled:

@@ -20,7 +20,7 @@ from whet.config.rank_share import HostedModel, part
 from whet.config.rank_share import rank_phases as spread_phases
 from whet.config.resuming import class_of
 from whet.config.schema import TrainConfig
-from whet.config.sizes import DTYPE_BYTES, Shape, in_words, micro_batch_tokens
+from whet.config.sizes import DTYPE_BYTES, PAGE_TOKENS, Shape, in_words, micro_batch_tokens
 from whet.types import ConfigError
 
 MAKER = "the process that makes models"
@@ -72,10 +72,10 @@ def reused_bytes(shape: Shape) -> int:
     return 4 * shape.layers * sum(shape.layer_outputs)
 
 
-def reused_tokens(plan: Plan, *, again: int = 0) -> int:
+def reused_tokens(plan: Plan) -> int:
     """Tokens whose activations sampling keeps for the update at most: all of a step, or what fits in a quarter of the
     memory that the largest phase leaves. 0: sampling and training are not one computation on this CPU, or
-    train.gradient_checkpointing is to save the memory. again: tokens of each rollout that may be computed twice."""
+    train.gradient_checkpointing is to save the memory."""
     cfg, train, shape = plan.cfg, plan.train, plan.shape
     alike = (
         plan.mode == "synchronous"
@@ -95,7 +95,8 @@ def reused_tokens(plan: Plan, *, again: int = 0) -> int:
     ):
         return 0
     lengths, found = _lengths(plan), _without_reuse(plan)
-    own = plan.group_size * (lengths.reply - 1 + again)  # the last token of a reply is not fed
+    # the last token of a reply is not fed; a page that a history fills in part is computed again for later rows
+    own = plan.group_size * (lengths.reply - 1 + PAGE_TOKENS)
     step = plan.sampled_tasks_per_step * (lengths.prompt + own)
     taken = memory.largest(found).total if found else limit(plan) // 2
     return min(step, max(0, limit(plan) - taken) // 4 // reused_bytes(shape))

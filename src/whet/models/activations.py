@@ -41,14 +41,10 @@ class LayerOutput(IntEnum):
 
 
 class Activations:
-    """Of up to `rows` tokens, in float32. Memory that no token has reached is not taken."""
+    """Of up to `rows` tokens, in float32."""
 
-    def __init__(self, width_of: Sequence[int], *, layers: int, rows: int) -> None:
-        self.kinds = tuple(
-            torch.from_numpy(np.zeros((layers, rows, width), dtype=np.float32))  # touches no page
-            for width in width_of
-        )
-        self.rows = rows
+    def __init__(self, width_of: Sequence[int], *, layers: int, rows: int = 0) -> None:
+        self.width_of, self.layers = tuple(width_of), layers
         self.on = False
         """Tokens that are computed now will be trained with the same weights."""
         self.first = self.next = 0
@@ -56,6 +52,20 @@ class Activations:
         memory has others."""
         self.known: dict[bytes, np.ndarray] = {}
         """The rows of a history, by its tokens."""
+        self.resize(rows)
+
+    def resize(self, rows: int) -> None:
+        """Make room for so many tokens, in place of what there was; 0: nothing is kept from here on. Memory that no
+        token has reached is not taken.
+
+        Raises MemoryError where there are no addresses for it; then nothing is kept."""
+        self.forget()
+        self.rows, self.kinds = 0, tuple[Tensor, ...]()
+        self.kinds = tuple(
+            torch.from_numpy(np.zeros((self.layers, rows, width), dtype=np.float32))  # touches no page
+            for width in self.width_of
+        )
+        self.rows = rows
 
     # -- while sampling
 
@@ -81,11 +91,6 @@ class Activations:
         """The weights have changed: no row is known."""
         self.first = self.next
         self.known.clear()
-
-    def close(self) -> None:
-        """Nothing is kept from here on."""
-        self.rows = 0
-        self.forget()
 
     # -- while training
 
