@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -256,6 +258,25 @@ def test_numbers_of_rows_from_before_are_never_those_of_new_ones() -> None:
     assert kept.take(1) is None, "full"
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it reads what the process has taken")
+def test_memory_is_taken_as_tokens_come_and_given_back() -> None:
+    environment.keep_memory()  # as a run does: malloc keeps what is freed
+
+    def taken() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
+
+    before = taken()
+    kept = Activations([1 << 10] * 2, layers=2, rows=16 << 10)
+    assert taken() < before + 64, "of 256 MiB"
+    assert all(kind.fill_(1.0).is_contiguous() for kind in kept.kinds)
+    assert taken() > before + 192
+    kept.resize(0)
+    assert taken() < before + 64
+    kept.resize(16 << 10)
+    assert taken() < before + 64
+    assert not any(bool(kind[:, ::999].any()) for kind in kept.kinds)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("kind", list(LayerOutput))
 def test_a_number_that_is_not_the_trainer_s_is_found(kind: LayerOutput, layer: int) -> None:
@@ -425,12 +446,12 @@ def test_without_addresses_for_it_the_run_computes_everything(
 
     def refused(self: Activations, rows: int) -> None:
         if rows:
-            raise MemoryError("Unable to allocate 5 GiB")
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
         resize(self, rows)
 
     monkeypatch.setattr(Activations, "resize", refused)
     result = whet.train(**values(tmp_path / "run"))
-    said = "the update computes again what sampling has computed: Unable to allocate 5 GiB"
+    said = "the update computes again what sampling has computed: [Errno 12] Cannot allocate memory"
     assert said in (result.run_dir / "run.log").read_text()
     assert found == []
 

@@ -12,6 +12,8 @@ Shape letters: L layers, C rows of the memory, W numbers of a kind, N tokens of 
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -58,13 +60,11 @@ class Activations:
         """Make room for so many tokens, in place of what there was; 0: nothing is kept from here on. Memory that no
         token has reached is not taken.
 
-        Raises MemoryError where there are no addresses for it; then nothing is kept."""
+        Raises OSError where there are no addresses for it; then nothing is kept."""
         self.forget()
         self.rows, self.kinds = 0, tuple[Tensor, ...]()
-        self.kinds = tuple(
-            torch.from_numpy(np.zeros((self.layers, rows, width), dtype=np.float32))  # touches no page
-            for width in self.width_of
-        )
+        if rows:
+            self.kinds = tuple(_zeros(self.layers, rows, width) for width in self.width_of)
         self.rows = rows
 
     # -- while sampling
@@ -109,6 +109,14 @@ class Activations:
         if rows.min() < 0:
             return None
         return PackedActivations(self.kinds, torch.from_numpy(rows))
+
+
+def _zeros(*shape: int) -> Tensor:
+    """Each page is taken when it is first written, and all are given back with the tensor. malloc keeps what is freed
+    (`environment.keep_memory`), and would take all of it at once to write the zeros."""
+    size = math.prod(shape) * torch.float32.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
 
 
 def _key(tokens: np.ndarray) -> bytes:
