@@ -346,16 +346,82 @@ def test_a_run_that_reuses_writes_what_one_writes_that_computes_everything(
     minibatches: int, tmp_path: Path, found: list[bool]
 ) -> None:
     """With gradient checkpointing nothing is kept; it changes no bit either. An evaluation comes before each step."""
+    same_runs(tmp_path, {"minibatches": minibatches})
+    assert found == [True, False][:minibatches] * 3
+
+
+def same_runs(folder: Path, train: dict[str, Any] | None = None, **sections: Any) -> None:
+    """A run that reuses and one that computes everything: metrics, every rollout and the weights are the same bytes."""
     runs = []
     for computes in (False, True):
-        result = whet.train(
-            **values(tmp_path / str(computes), gradient_checkpointing=computes, minibatches=minibatches)
-        )
-        run = result.run_dir
+        given = values(folder / str(computes), gradient_checkpointing=computes, **(train or {}))
+        run = whet.train(**given | copy.deepcopy(sections)).run_dir
         weights = sorted((run / "checkpoints").glob("*/policy/model.safetensors"))[-1]
-        runs.append(((run / "metrics.jsonl").read_bytes(), weights.read_bytes()))
+        files = [run / "metrics.jsonl", *sorted((run / "rollouts").glob("*.parquet")), weights]
+        runs.append([(path.name, path.read_bytes()) for path in files])
     assert runs[0] == runs[1]
-    assert found == [True, False][:minibatches] * 3
+
+
+SPEAKS = """
+import asyncio
+
+from whet.envs.env import EnvStep
+from whet.types import Message
+
+
+class Speaks:
+    def __init__(self, task, world):
+        self.world, self.turn = world, 0
+
+    async def first(self):
+        return []
+
+    async def step(self, reply):
+        self.turn += 1
+        asked = [self.world.chat([Message("user", x)], max_tokens=2) for x in "ab"]
+        said = await asyncio.gather(*asked)
+        history = [Message("user", "b" + said[0].content)] if self.turn == 2 else None
+        reward = float(len(said[1].content) + len(reply.content))
+        return EnvStep([Message("user", "a")], reward, done=self.turn == 3, history=history)
+"""
+
+
+def test_of_episodes_that_fork_and_rewrite_their_history(tmp_path: Path, found: list[bool]) -> None:
+    """Each episode has several strands, which begin alike; few rows are live at once."""
+    (tmp_path / "speaks.py").write_text(SPEAKS)
+    rollout = {
+        **RUN["rollout"],
+        "sampling": {"max_tokens": 12},
+        "max_num_seqs": 3,
+        "env": {"make": f"{tmp_path}/speaks.py:Speaks", "observation_tokens": 16},
+    }
+    rows = [{"prompt": x} for x in "abcd"]
+    data = {
+        "max_prompt_tokens": 400,
+        "train": [{"rows": rows}],
+        "chat": True,
+    }  # so there is room for all strands
+    model = {"scratch": {**RUN["model"]["scratch"], "max_position_embeddings": 512}}
+    others: dict[str, Any] = {"rewards": {}, "eval": {}, "model": model, "data": data}
+    same_runs(
+        tmp_path, {"micro_batch_tokens": 40, "steps": 2, "tasks_per_step": 2}, rollout=rollout, **others
+    )
+    assert len(found) > 4
+    assert all(found)
+
+
+def test_with_demonstrations_in_the_batch(tmp_path: Path, found: list[bool]) -> None:
+    """The micro-batches that have some are computed, the others are not."""
+    rows = [{"prompt": f"{x}>", "response": "abb"} for x in "abcde"]
+    data = {**values(tmp_path)["data"], "demonstrations": [{"rows": rows}]}
+    same_runs(tmp_path, {"micro_batch_tokens": 12}, data=data, algorithm={"name": "mix"})
+    assert {True, False} == set(found)
+
+
+def test_in_stages(tmp_path: Path, found: list[bool]) -> None:
+    stages = [{"name": name, "algorithm": {"name": name}} for name in ("grpo", "sft", "ppo")]
+    same_runs(tmp_path, stages=stages, rollout={**RUN["rollout"], "sampling": {"max_tokens": 8}})
+    assert found == [True] * 6
 
 
 @contextmanager
@@ -484,6 +550,7 @@ def test_a_step_s_tokens_are_kept_where_sampling_and_training_are_one_computatio
         "model__scratch": {**RUN["model"]["scratch"], "name": "qwen3_moe", "num_experts": 4},
     }.items():
         assert planned(**{key: value}) == 0, key
+    assert planned(model__scratch={**RUN["model"]["scratch"], "head_dim": 24}) == 0, "not by C"
 
 
 def test_memory_bounds_what_is_kept() -> None:

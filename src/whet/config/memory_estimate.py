@@ -64,7 +64,10 @@ def phases(plan: Plan) -> list[Phase]:
 
 
 REUSED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-"""Families of dense models whose layers over the cache are one call of C."""
+"""Families of dense models whose layers over the cache are one call of C, if their heads have whole vectors."""
+
+VECTOR = 16
+"""Numbers of a vector in C."""
 
 
 def reused_bytes(shape: Shape) -> int:
@@ -92,6 +95,7 @@ def reused_tokens(plan: Plan) -> int:
         or shape is None
         or shape.experts
         or shape.family not in REUSED
+        or shape.head_dim % VECTOR
     ):
         return 0
     lengths, found = _lengths(plan), _without_reuse(plan)
