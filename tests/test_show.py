@@ -115,6 +115,21 @@ def test_the_summary(tmp_path: Path) -> None:
         assert expected in lines, expected
 
 
+def test_an_evaluation_without_rewards_has_its_losses_and_is_no_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, ["sft"])
+    run.log("sft", 1, metrics={"train/loss": 2.5, "rollout/count": 4}, timings={})
+    run.log("sft", 1, metrics={"eval/a/b/loss_nats": 2.25, "eval/a/b/perplexity": 9.5}, timings={})
+    run.close()
+    lines = lines_of(show.summary(tmp_path))
+    at = lines.index("held-out")
+    assert lines[at + 1 : at + 3] == ["stage step a/b/loss_nats", "sft 1 2.250"]
+    assert lines[lines.index("newest numbers") + 1 :] == [
+        "number sft step 1",
+        "rollout/count 4",
+        "train/loss 2.5",
+    ]
+
+
 def test_checkpoints_to_go_on_from_with_their_commands(tmp_path: Path) -> None:
     run = tmp_path / "a run"
     make(run).close()

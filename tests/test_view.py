@@ -307,6 +307,18 @@ def test_the_ledger_counts_and_names_filters(made: Path) -> None:
     assert told["filters"] == {"finished": "", "without a reward": "fault=1", "fault: timeout": "fault=1"}
 
 
+def test_an_evaluation_without_rewards_is_no_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "sft", ["sft"])
+    counts = {"rollout/count": 4, "ledger/pending_rollouts": 2}
+    run.log("sft", 1, metrics=counts, timings={"time/update_s": 3.0})
+    run.log("sft", 1, metrics={"eval/a/loss_nats": 2.5}, timings={"time/evaluate_s": 1.0})
+    run.close()
+    (stage,) = ask(run.path, "api/runs/0/ledger")["stages"]
+    assert (stage["steps"], stage["totals"]["pending"]) == ([1], 2)
+    rows = ask(run.path, "api/runs/0/metrics?names=time/update_s,time/evaluate_s")["rows"]
+    assert (rows["time/update_s"], rows["time/evaluate_s"]) == ([3.0, None], [None, 1.0])
+
+
 def test_flips_are_tasks_that_changed_sides(made: Path) -> None:
     told = ask(made, "api/runs/0/evals/flips?stage=grpo&from=0&to=2")
     assert [(f["uid"], f["before"], f["after"], f["answer"]) for f in told["mended"]] == [

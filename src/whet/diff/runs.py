@@ -14,7 +14,8 @@ from whet.config.resuming import Change, changes
 from whet.track import compare
 from whet.track.compare import ComparedColumn, ValueDifference
 from whet.track.manifest import other_arithmetic
-from whet.track.show import RunRecord, read
+from whet.track.metrics import is_evaluation
+from whet.track.overview import RunRecord, read
 from whet.track.written import read_rollouts
 from whet.types import Json
 
@@ -116,8 +117,7 @@ def compared(a: Path, b: Path) -> RunDiff:
 
 
 def _key(line: Mapping[str, Json]) -> Key:
-    evaluation = any(name.startswith("eval/") for name in line)
-    return line["stage"], line["step"], "eval" if evaluation else "rollouts"
+    return line["stage"], line["step"], "eval" if is_evaluation(line) else "rollouts"
 
 
 def _files(one: RunRecord, other: RunRecord, key: Key) -> list[Path]:

@@ -16,6 +16,7 @@ from whet.config.parse import as_yaml
 from whet.config.secrets import by_environment
 from whet.rehearsal.findings import Finding, fails, works
 from whet.rehearsal.shrink import check
+from whet.track.metrics import is_evaluation
 from whet.track.written import read_lines
 from whet.types import Json
 
@@ -72,18 +73,16 @@ def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
 
 def _seen(lines: list[dict[str, Json]], run_dir: Path) -> Iterator[Finding]:
     """The findings of the unbroken run, from its record."""
-    steps = [line for line in lines if any(key.startswith(("train/", "critic/")) for key in line)]
-    names = {key for line in lines for key in line}
+    evaluations = sum(map(is_evaluation, lines))
+    steps = [line for line in lines if not is_evaluation(line)]
     yield works("steps", f"{len(steps)} training steps: rollouts, rewards, advantages, updates, weight sync")
     last = steps[-1] if steps else {}
     if "train/mismatch_max_nats" in last:
         yield works(
             "sampled = trained", f"largest difference of log-probs {last['train/mismatch_max_nats']:.2g} nats"
         )
-    if any(name.startswith("eval/") for name in names):
-        yield works(
-            "evaluation", f"{sum(any(k.startswith('eval/') for k in line) for line in lines)} evaluations"
-        )
+    if evaluations:
+        yield works("evaluation", f"{evaluations} evaluations")
     if (run_dir / "checkpoints").is_dir():
         yield works("checkpoints", f"{len(list((run_dir / 'checkpoints').iterdir()))} written and kept")
     if (run_dir / "export").is_dir():

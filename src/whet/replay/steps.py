@@ -16,6 +16,7 @@ from whet.config.plan import Plan, plans
 from whet.config.schema import BufferConfig, Config, SyncConfig
 from whet.storage.manifests import place_of
 from whet.track import overview
+from whet.track.metrics import is_evaluation
 from whet.track.written import list_steps
 from whet.types import ConfigError, DataError, Json
 
@@ -207,7 +208,7 @@ def _in_one_process(cfg: Config) -> Config:
 
 def is_step(line: dict[str, Json]) -> bool:
     """Whether a line of metrics.jsonl is of a training step, not of an evaluation."""
-    return line["step"] > 0 and not any(name.startswith("eval/") for name in line)
+    return line["step"] > 0 and not is_evaluation(line)
 
 
 def read(run_dir: Path) -> Recorded:

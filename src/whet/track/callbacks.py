@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from whet.track.metrics import is_evaluation
 from whet.types import Json, Metrics, WhetError
 
 Callback = Callable[[dict[str, Json]], object]
@@ -26,8 +27,7 @@ class Callbacks:
     stop: Stoppable
 
     def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
-        evaluation = any(name.startswith("eval/") for name in metrics)
-        name, call = ("on_eval", self.on_eval) if evaluation else ("on_step", self.on_step)
+        name, call = ("on_eval", self.on_eval) if is_evaluation(metrics) else ("on_step", self.on_step)
         if call is None:
             return
         try:

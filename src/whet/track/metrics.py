@@ -27,6 +27,12 @@ FAILED = "rollout/failed_count"
 """Rollouts of a step that could not be finished or scored."""
 
 
+def is_evaluation(line: Iterable[str]) -> bool:
+    """Whether the numbers of a line of metrics.jsonl are those of an evaluation; a training step has a line of its own.
+    By the names alone: an evaluation without rewards (SFT) has losses, and no `HELD_OUT`."""
+    return any(name.startswith("eval/") for name in line)
+
+
 @dataclass(frozen=True, slots=True)
 class Mean:
     """A sum and what it is divided by."""

@@ -26,7 +26,7 @@ from whet.data.tokenizer_files import check_files
 from whet.storage.manifests import oldest_first
 from whet.track.files import is_running
 from whet.track.learning import Sign, signs, trend
-from whet.track.metrics import ACCURACY, FAILED, HELD_OUT, REWARD
+from whet.track.metrics import ACCURACY, FAILED, HELD_OUT, REWARD, is_evaluation
 from whet.track.written import list_steps, read_config, read_lines, read_manifest
 from whet.types import DataError, Json
 
@@ -142,7 +142,7 @@ TOKENS = "rollout/tokens_sum"
 
 def learning_of(run: RunRecord, stage: str) -> tuple[str, list[Sign]]:
     """How the headline of a stage has moved, in words, and the signs against it at its last step."""
-    rows = [line for line in run.of(stage) if "rollout/count" in line]  # evaluations have lines of their own
+    rows = [line for line in run.of(stage) if not is_evaluation(line)]
     return trend(rows), signs(rows)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whet.arguments import PATH, expect
+from whet.track.metrics import is_evaluation
 from whet.track.overview import Lines, read, rollout_file
 from whet.track.timeline import Span
 from whet.track.timeline import read as read_timeline
@@ -49,7 +50,7 @@ class Run:
     @property
     def evals(self) -> Lines:
         """The lines of metrics that are evaluations."""
-        return [line for line in self.metrics if any(name.startswith("eval/") for name in line)]
+        return [line for line in self.metrics if is_evaluation(line)]
 
     @property
     def timeline(self) -> list[Span]:

@@ -6,6 +6,7 @@ The run may be in progress, or have been killed in the middle of a line: complet
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 from whet.config.tree import get
 from whet.data.timed import decoded
 from whet.inputs import MIB, read_end
-from whet.track.metrics import HELD_OUT
+from whet.track.metrics import HELD_OUT, is_evaluation
 from whet.track.overview import (
     Lines,
     RunRecord,
@@ -174,18 +175,19 @@ def _from_to(numbers: Sequence[float]) -> Text:
     return Text(" → ").join([share(numbers[0]), share(numbers[-1])]) if numbers else Text("-", "dim")
 
 
+_OF_SOURCE = re.compile(r"eval/.*/((mean|pass|maj)@\d+|loss|loss_nats|accuracy)")
+"""Numbers of an evaluation that the summary lists beside the accuracy over all sources."""
+
+
 def _evaluations(run: RunRecord) -> Table | None:
-    lines = [x for x in run.metrics if HELD_OUT in x]
-    kinds = ("mean@", "pass@", "maj@")
-    names = sorted(
-        {k for x in lines for k in x if k.startswith("eval/") and k.rpartition("/")[2].startswith(kinds)}
-    )
+    lines = [x for x in run.metrics if is_evaluation(x)]
     if not lines:
         return None
-    table = _table("stage", "step", "accuracy", *(printable(name.removeprefix("eval/")) for name in names))
+    found = {name for line in lines for name in line}
+    names = [*({HELD_OUT} & found), *sorted(filter(_OF_SOURCE.fullmatch, found))]
+    table = _table("stage", "step", *(printable(name.removeprefix("eval/")) for name in names))
     for line in lines:
-        numbers = [share(line.get(name)) for name in (HELD_OUT, *names)]
-        table.add_row(line["stage"], str(line["step"]), *numbers)
+        table.add_row(line["stage"], str(line["step"]), *(share(line.get(name)) for name in names))
     return table
 
 
@@ -231,7 +233,7 @@ def _replayed(run: RunRecord) -> Table | None:
 
 
 def _newest(run: RunRecord) -> Table | None:
-    lines = [x for x in run.metrics if HELD_OUT not in x]
+    lines = [x for x in run.metrics if not is_evaluation(x)]
     if not lines:
         return None
     last = lines[-1]

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from whet.inputs import parse_json
 from whet.track.accuracy import parted
-from whet.track.metrics import HELD_OUT
+from whet.track.metrics import is_evaluation
 from whet.track.overview import Lines, passes
 from whet.track.time_report import measure, processes_beside
 from whet.track.timeline import Span
@@ -67,7 +67,7 @@ FAMILIES: tuple[tuple[str, str, str, str | None], ...] = (
 def ledger(ask: Ask) -> Json:
     """Counts of each stage and step, and the filter that lists their rollouts."""
     run = ask.run
-    lines = [line for line in run.lines("metrics.jsonl") if HELD_OUT not in line]
+    lines = [line for line in run.lines("metrics.jsonl") if not is_evaluation(line)]
     filters: dict[str, str | None] = {}
     stages = []
     for stage in dict.fromkeys(line["stage"] for line in lines):

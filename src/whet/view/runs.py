@@ -13,7 +13,7 @@ from whet import secrets
 from whet.checkpoint import glance
 from whet.config.tree import get
 from whet.inputs import MOST_CONFIG_BYTES, read_bytes, read_end
-from whet.track.metrics import FAILED, HELD_OUT, REWARD
+from whet.track.metrics import FAILED, HELD_OUT, REWARD, is_evaluation
 from whet.track.overview import Lines, RunRecord, checkpoints, learning_of, numbers_of, state_of, typed
 from whet.types import DataError, Json
 from whet.view.source import Ask, Shown, finite, stamp_of, tried
@@ -33,7 +33,7 @@ def runs(ask: Ask) -> Json:
 def _line(run: Shown) -> Json:
     problems: list[str] = []
     written = read_run(run, problems)
-    steps = [line for line in written.metrics if HELD_OUT not in line]
+    steps = [line for line in written.metrics if not is_evaluation(line)]
     last = steps[-1] if steps else None
     stage = written.metrics[-1]["stage"] if written.metrics else None
     rewards = [line[REWARD] for line in steps if REWARD in line]
@@ -210,7 +210,7 @@ def metrics(ask: Ask) -> Json:
         beside[line["stage"], line["step"], EVALUATED in line] = line
     rows = []
     for line in lines[start:]:
-        place = line["stage"], line["step"], HELD_OUT in line
+        place = line["stage"], line["step"], is_evaluation(line)
         rows.append({**beside.get(place, {}), **line})
     columns: dict[str, list[Json]] = {"stage": [r["stage"] for r in rows], "step": [r["step"] for r in rows]}
     columns |= {name: [finite(row.get(name)) for row in rows] for name in names}
