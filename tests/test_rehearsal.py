@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -27,8 +30,10 @@ from whet.config.plan import plans
 from whet.config.schema import Config, ModelConfig
 from whet.config.sources import order_of
 from whet.guard.processes import kill, process
+from whet.rehearsal import trial as small_runs
+from whet.rehearsal.findings import works
 from whet.rehearsal.probe import probe
-from whet.rehearsal.rehearse import rehearse
+from whet.rehearsal.rehearse import Rehearsal, rehearse
 from whet.rehearsal.shrink import STEPS, check, family, shrink
 from whet.rehearsal.size import devices, parameters_of_name, predict
 from whet.rehearsal.teacher import write_teacher
@@ -233,6 +238,26 @@ def test_a_run_that_ends_is_told_with_its_cause(tmp_path):
     assert "nowhere" in found.said
 
 
+def test_a_run_that_hangs_is_not_said_to_have_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_runs, "TIMEOUT_S", 0.1)
+    tree = shrink(load(small(tmp_path)), run_dir=tmp_path / "out", lost={}, broken=set())
+    [found] = list(trial(tree, tmp_path))
+    assert (found.kind, found.what) == ("fails", "the run")
+    assert found.said.startswith("hung (no end within 0.1 s) after 0 steps")
+    waiting = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    assert (
+        small_runs._kill_within(waiting, tmp_path / "metrics.jsonl") == "the run hung: no step within 0.1 s"
+    )
+    assert waiting.returncode == -signal.SIGKILL
+
+
+def test_names_of_files_are_printed_as_they_are():
+    found = Rehearsal(Path("a.yaml"), (works("data.train[0] rows/[v1]/[/a].jsonl", "4 rows read"),))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(found)
+    assert "data.train[0] rows/[v1]/[/a].jsonl" in console.file.getvalue()
+
+
 @pytest.mark.usefixtures("forks")
 def test_the_command_exits_with_what_it_found(tmp_path):
     out = tmp_path / "found.json"
@@ -391,6 +416,22 @@ def test_a_reward_is_tried_on_the_sources_that_it_scores(tmp_path: Path) -> None
     data["train"][0]["rewards"] = ["right"]
     found = probe(load(small(tmp_path, data=data, rewards=rewards)))
     assert not found.broken, found.findings
+
+
+def test_a_reward_is_tried_on_rows_that_an_earlier_stage_has_read(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def never(response, task):\n    raise ValueError('on every row')\n")
+    never = {"never": {"function": f"{tmp_path}/broken.py:never"}}
+    one, two = {"name": "one", "rewards": {"right": {"function": "exact"}}}, {"name": "two", "rewards": never}
+    found = probe(load(small(tmp_path, stages=[one, two], rewards={})))
+    assert found.broken == {"never"}, found.findings
+    both = {"right": {"function": "exact"}, **never}
+    rows = [{"prompt": "a", "answer": "b"}]
+    stages = [
+        {"name": name, "data": {"train": [{"name": name, "rows": rows, "rewards": [reward]}]}}
+        for name, reward in (("one", "right"), ("two", "never"))
+    ]
+    found = probe(load(small(tmp_path, stages=stages, rewards=both, data={})))
+    assert found.broken == {"never"}, found.findings
 
 
 TEACHES = {"algorithm": {"name": "distill"}, "reference": {"path": "/models/Qwen2.5-72B"}, "rewards": {}}

@@ -54,25 +54,29 @@ class Probed:
 def probe(loaded: Loaded) -> Probed:
     """Read and tokenise every source of every stage; try every reward on real rows."""
     out = Probed()
-    seen: dict[str, str] = {}
+    read: dict[str, tuple[list[Task], str]] = {}
     for name, cfg in zip(loaded.names, loaded.stages):
         for part in ("train", "demonstrations", "eval"):
             for n, source in enumerate(getattr(cfg.data, part)):
-                known = repr((source, cfg.data.max_prompt_tokens, cfg.data.overlong))
-                if known not in seen:
-                    seen[known] = _source(out, cfg, source, part, n, stage=name)
-                if seen[known]:
-                    out.lost[f"{name}/{part}/{n}"] = seen[known]
-    tried: set[str] = set()
+                known = repr((source, cfg.data.max_prompt_tokens, cfg.data.overlong, holds_texts(cfg, part)))
+                if known not in read:
+                    read[known] = _source(out, cfg, source, part, n)
+                tasks, why = read[known]
+                if why:
+                    out.lost[f"{name}/{part}/{n}"] = why
+                if part == "train":
+                    out.tasks.setdefault(name, []).extend(tasks)
     named = verifiers(loaded.stages)
+    scored: dict[str, tuple[Config, str, list[Task]]] = {}
     for name, cfg in zip(loaded.names, loaded.stages):
         chosen = rewards_by_source(cfg.data)
         for reward in cfg.rewards:
             known = repr((reward, cfg.rewards[reward]))
-            if known not in tried:
-                tried.add(known)
-                scored = [t for t in out.tasks.get(name, []) if reward in chosen.get(t.source, cfg.rewards)]
-                out.findings += _reward(out, cfg, reward, scored, named)
+            if known not in scored or not scored[known][2]:  # by the rows of the first stage that has some
+                own = [t for t in out.tasks.get(name, []) if reward in chosen.get(t.source, cfg.rewards)]
+                scored[known] = cfg, reward, own
+    for cfg, reward, tasks in scored.values():
+        out.findings += _reward(out, cfg, reward, tasks, named)
     for name, cfg in zip(loaded.names, loaded.stages):
         if cfg.rollout.env is not None:
             out.findings += _environment(out, cfg, name, cfg.rollout.env, named)
@@ -82,8 +86,8 @@ def probe(loaded: Loaded) -> Probed:
 # ---------------------------------------------------------------- data
 
 
-def _source(out: Probed, cfg: Config, source: SourceConfig, part: str, n: int, *, stage: str) -> str:
-    """Read source n of a part of `data`. Returns why it cannot be used, or ''."""
+def _source(out: Probed, cfg: Config, source: SourceConfig, part: str, n: int) -> tuple[list[Task], str]:
+    """Read source n of a part of `data`. Returns its first tasks, and why it cannot be used, or ''."""
     what = f"data.{part}[{n}] {source.name or source.path or source.function or ''}".strip()
     real = real_tokenizer(cfg) is not None
     source = source.model_copy(update={"limit": min(source.limit or ROWS, ROWS)})
@@ -99,11 +103,9 @@ def _source(out: Probed, cfg: Config, source: SourceConfig, part: str, n: int, *
         tasks = stream.next(min(stream.rows_per_epoch, ROWS))
     except WhetError as e:
         out.findings.append(fails(what, str(e)))
-        return str(e)
+        return [], str(e)
     out.findings.append(works(what, _lengths(stream, tasks, real=real, limit=cfg.data.max_prompt_tokens)))
-    if part == "train":
-        out.tasks.setdefault(stage, []).extend(tasks[:TRIED])
-    return ""
+    return tasks[:TRIED], ""
 
 
 def _lengths(stream: TaskStream, tasks: list[Task], *, real: bool, limit: int) -> str:

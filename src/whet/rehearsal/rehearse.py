@@ -58,7 +58,7 @@ class Rehearsal:
                 table.add_column(overflow="fold", max_width=40, style="bold")
                 table.add_column(overflow="fold")
                 for f in found:
-                    table.add_row(f.what, Text(f.said))
+                    table.add_row(Text(f.what), Text(f.said))
                 parts += [table, Text("")]
         failed = sum(f.kind == "fails" for f in self.findings)
         parts.append(Text(f"{failed} problems" if failed else "nothing failed", style="bold"))

@@ -32,9 +32,9 @@ FAMILIES = ("gpt_oss", "qwen3_moe", "qwen3", "qwen2", "llama", "mistral", "gemma
 ELSEWHERE = ("offload", "compile", "parallel", "precision")
 """Keys of `train` about devices that this machine lacks: the small run is one process, in one dtype."""
 MADE_UP = "made_up"
+"""Name of the rows that replace data that is not available here."""
 TEACHER = "teacher"
 """The folder below the run's that holds a random model in the place of a teacher."""
-"""Name of the rows that replace data that is not available here."""
 
 
 def shrink(loaded: Loaded, *, run_dir: Path, lost: Mapping[str, str], broken: set[str]) -> dict[str, Json]:

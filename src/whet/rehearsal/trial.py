@@ -40,31 +40,33 @@ class TrialEnd:
     said: str
     """The end of what it printed."""
 
+    @property
+    def how(self) -> str:
+        return "ended" if self.code is not None else f"hung (no end within {TIMEOUT_S:g} s)"
+
+    @property
+    def why(self) -> str:
+        return self.said or f"exit code {self.code}"
+
 
 def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
     """Train the small config; then again with a kill -9 during the run, and compare."""
     check(tree)
     whole = _start(tree, folder, "whole")
     ended = _wait(whole, folder / "whole.txt")
-    lines = (
-        read_lines(folder / "whole" / "metrics.jsonl")
-        if (folder / "whole" / "metrics.jsonl").exists()
-        else []
-    )
+    lines = read_lines(folder / "whole" / "metrics.jsonl")
     if ended.code != 0:
-        why = ended.said or f"exit code {ended.code}"
-        yield fails(
-            "the run", f"ended after {len(lines)} steps: {why}" if ended.code is not None else f"hung: {why}"
-        )
+        steps = sum(not is_evaluation(line) for line in lines)
+        yield fails("the run", f"{ended.how} after {steps} steps: {ended.why}")
         return
     yield from _seen(lines, folder / "whole")
     broken = _start(tree, folder, "killed")
-    if not _kill_within(broken, folder / "killed" / "metrics.jsonl"):
-        yield fails("kill -9", "the run ended before it could be killed")
+    if why := _kill_within(broken, folder / "killed" / "metrics.jsonl"):
+        yield fails("kill -9", why)
         return
     ended = _wait(_start(tree, folder, "killed"), folder / "killed.txt")
     if ended.code != 0:
-        yield fails("resume", f"after kill -9 the same command failed: {ended.said}")
+        yield fails("resume", f"after kill -9 the same command {ended.how}: {ended.why}")
     elif _bytes(folder, "whole") == _bytes(folder, "killed"):
         yield works("kill -9 and resume", "metrics equal those of the uninterrupted run, byte for byte")
     else:
@@ -121,17 +123,17 @@ def _wait(process: subprocess.Popen[bytes], printed: Path) -> TrialEnd:
     return TrialEnd(code, text[at + 6 :] if at >= 0 else text[-1500:])
 
 
-def _kill_within(process: subprocess.Popen[bytes], metrics: Path) -> bool:
-    """SIGKILL once a step has been recorded. False: the run ended before that."""
+def _kill_within(process: subprocess.Popen[bytes], metrics: Path) -> str:
+    """SIGKILL once a step has been recorded. Returns why none was, or ''."""
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline and process.poll() is None:
-            if metrics.exists() and any(
-                "train/loss" in line or "critic/loss" in line for line in read_lines(metrics)
-            ):
-                return True
+        while time.monotonic() < deadline:
+            if not all(map(is_evaluation, read_lines(metrics))):
+                return ""
+            if process.poll() is not None:
+                return "the run ended before its first step"
             time.sleep(0.02)
-        return False
+        return f"the run hung: no step within {TIMEOUT_S:g} s"
     finally:
         _end(process)
 
