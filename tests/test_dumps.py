@@ -16,7 +16,7 @@ from whet.dialects.tables import dialect
 from whet.dialects.translate import translate
 from whet.track.dumps import encoded, files, rows_of
 from whet.track.record import RunDirectory
-from whet.types import ConfigError, Message, Rollout, Task
+from whet.types import ConfigError, Message, Rollout, Task, WhetError
 
 HERE = Path(__file__).parent
 CONFIG = """
@@ -98,6 +98,24 @@ def test_the_suffix_says_the_format_and_numbers_that_are_not_finite_are_null(tmp
     ]
 
 
+def test_an_answer_of_many_digits_is_text_in_a_table(tmp_path: Path) -> None:
+    """Arrow has no such integer, and none beside a float that the float would not have exactly."""
+    rows = [{"gts": 10**30, "n": 2**60 + 1, "x": {"y": float("nan")}}, {"gts": 7, "n": 0.5, "x": None}]
+    (tmp_path / "t.parquet").write_bytes(encoded(rows, ".parquet"))
+    assert pq.read_table(tmp_path / "t.parquet").to_pylist() == [
+        {"gts": str(10**30), "n": str(2**60 + 1), "x": '{"y": null}'},
+        {"gts": "7", "n": "0.5", "x": None},
+    ]
+
+
+@pytest.mark.parametrize("source", ["", ".", ".."])
+def test_a_source_leads_to_no_other_folder(source: str) -> None:
+    rows = rows_of([rollout(source=source)], stage="rl", step=5)
+    assert [path for path, _ in files("d/{source}/{step}.jsonl", stage="rl", step=5, rows=rows)] == [
+        Path("d/_/5.jsonl")
+    ]
+
+
 def test_a_file_for_each_source_and_one_for_the_numbers() -> None:
     rows = rows_of([rollout(1), rollout(2, source="a/b"), rollout(3, source="a_b")], stage="rl", step=5)
     made = dict(files("d/{stage}/{step}/{source}.jsonl", stage="rl", step=5, rows=rows, numbers={"x": 2.0}))
@@ -158,6 +176,16 @@ def test_what_another_has_written_is_not_deleted(tmp_path: Path) -> None:
         "rollouts/1.jsonl": b"theirs\n",
         "rollouts/2.jsonl": b"never written by the run\n",
     }
+
+
+def test_a_dump_may_be_taken_away_before_the_next_checkpoint(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run", ["rl"], dumps=templates(tmp_path / "dump"))
+    write(directory, 1)
+    (tmp_path / "dump/rollouts/1.jsonl").unlink()
+    directory.sync()
+    (directory.write_batch("rl", 2, pa.table({"uid": [2]}))).unlink()
+    with pytest.raises(WhetError, match="cannot write"):
+        directory.sync()  # of the record itself nothing may go
 
 
 def test_stages_must_not_write_over_each_other(tmp_path: Path) -> None:

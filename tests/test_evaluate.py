@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
 
 from whet import evaluation as module
+from whet.cli import app
 from whet.config.evaluation import EvalSampling, asked, eval_sampling, reply_tokens, reward_weights
 from whet.config.load import load
 from whet.config.plan import plans
@@ -81,7 +87,23 @@ def test_every_part_of_the_rewards_is_a_metric() -> None:
     assert parted("eval/org/a/part/form/tags_mean") == ("org/a", "part/form/tags_mean")
     assert (parted("eval/org/a/mean@2"), parted("eval/accuracy")) == (("org/a", "mean@2"), ("", "accuracy"))
     table = by_source(metrics)
-    assert [column.header for column in table.columns] == ["", "b", "org/a", "all"]
+    assert [str(column.header) for column in table.columns] == ["", "b", "org/a", "all"]
+
+
+def test_a_source_is_printed_as_it_is_called() -> None:
+    console = Console(file=io.StringIO())
+    console.print(by_source({"eval/[/INST]/mean@1": 0.5, "eval/[red]/part/[bold]_mean": 1.0}))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines == [["[/INST]", "[red]"], ["mean@1", "0.5"], ["part/[bold]_mean", "1"]]
+
+
+def test_a_file_of_numbers_is_json_whatever_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"stage": "sft", "step": 1, "eval/a/loss_nats": 800.0, "eval/a/perplexity": math.inf}
+    monkeypatch.setattr("whet.bench.evaluate", lambda *_, **__: [found])
+    done = CliRunner().invoke(app, ["eval", str(tmp_path), "-o", str(tmp_path / "numbers.json")])
+    assert done.exit_code == 0, done.output
+    numbers = json.loads((tmp_path / "numbers.json").read_text(), parse_constant=pytest.fail)
+    assert numbers == [found | {"eval/a/perplexity": None}]
 
 
 def test_one_source_has_no_all_and_one_reply_no_majority() -> None:

@@ -347,12 +347,13 @@ def _judge_run(target: Path, overrides: Sequence[str], **chosen: Any) -> str:
     from whet.bench import evaluate
     from whet.config.screen import show
     from whet.track.accuracy import by_source
+    from whet.track.dumps import finite_json
 
     found = evaluate(target, overrides=overrides, **chosen)
     for line in found:
         numbers = {k: v for k, v in line.items() if k.startswith("eval/")}
         show(by_source(numbers, title=f"{line['stage']} step {line['step']}"))
-    return json.dumps(found, indent=1)
+    return json.dumps(finite_json(found), indent=1)
 
 
 def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, dialect: str | None) -> str:
@@ -367,10 +368,12 @@ def _judge_file(file: Path, overrides: Sequence[str], replies: Path | None, *, d
     say(loaded)
     from whet.config.screen import show
     from whet.track.accuracy import by_source
+    from whet.track.dumps import finite_json
 
     judged = judge_file(loaded, whole=replies is None)
     show(by_source(judged.metrics))
-    return json.dumps({"metrics": judged.metrics, "replies": judged.rows}, indent=1, ensure_ascii=False)
+    whole = finite_json({"metrics": judged.metrics, "replies": judged.rows})
+    return json.dumps(whole, indent=1, ensure_ascii=False)
 
 
 @app.command(context_settings=SETTINGS)

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.diff.runs import Parting, Row, RunDiff
-from whet.replay.view import plain, table
+from whet.replay.view import table
 from whet.track.compare import ValueDifference, pair
+from whet.track.dumps import finite_json
 from whet.track.report import printable, shorten
 from whet.types import Json
 
@@ -103,7 +104,7 @@ def as_json(found: RunDiff) -> Json:
             "rollouts": [each.to_json() for each in p.rollouts],
             "first": p.first.to_json() if p.first else None,
         }
-    return plain(
+    return finite_json(
         {
             "a": str(found.a),
             "b": str(found.b),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +15,7 @@ from whet.replay.logprobs import Rescored, versions
 from whet.replay.run import Replayed
 from whet.replay.steps import Recorded, Step
 from whet.track.compare import ComparedColumn, Name, pair, same
+from whet.track.dumps import finite_json
 from whet.track.report import printable
 from whet.types import ConfigError, Json
 
@@ -23,15 +23,6 @@ TERMS = ("ratio", "clip_frac", "masked_frac", "kl_loss_nats", "weight", "loss")
 """What the table of tokens has of the loss; JSON has all of it."""
 SIDES = "recorded", "recomputed"
 TITLES = {"clip_frac": "clipped", "masked_frac": "masked", "kl_loss_nats": "KL"}
-
-
-def plain(value: Json) -> Json:
-    """As JSON has it: null for a number that is not finite."""
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(*titles: str) -> Table:
@@ -152,7 +143,7 @@ def step_json(found: Replayed) -> Json:
         "steps_run": found.step.forward,
         "notes": list(found.notes),
         "equal": found.equal,
-        "compared": [plain(each.to_json(SIDES)) for each in found.compared],
+        "compared": [finite_json(each.to_json(SIDES)) for each in found.compared],
     }
 
 
@@ -170,7 +161,7 @@ def rescored_json(found: Rescored) -> Json:
         "stage": found.stage,
         "step": found.step,
         "equal": found.equal,
-        "compared": [plain(each.to_json(SIDES)) for each in found.compared],
+        "compared": [finite_json(each.to_json(SIDES)) for each in found.compared],
         "tokens_without_checkpoint": {str(v): n for v, n in found.unknown.items()},
     }
 
@@ -278,7 +269,7 @@ def rollout_json(found: Replayed, name: Name) -> Json:
     return {
         **step_json(one),
         "rollout": list(name),
-        **{kind: plain(dict(_first(each))) or None for kind, each in rows.items()},
+        **{kind: finite_json(dict(_first(each))) or None for kind, each in rows.items()},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.table import Table
+from rich.text import Text
 
 from whet.track.report import printable
 from whet.types import Metrics
@@ -22,10 +23,10 @@ def by_source(metrics: Metrics, title: str = "") -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column(title, no_wrap=True)
     for source in columns:
-        table.add_column(printable(source), justify="right")
+        table.add_column(Text(printable(source)), justify="right")
     for name in sorted({n: None for numbers in columns.values() for n in numbers}, key=_place):
         table.add_row(
-            printable(name),
+            Text(printable(name)),
             *(f"{numbers[name]:.4g}" if name in numbers else "" for numbers in columns.values()),
         )
     return table

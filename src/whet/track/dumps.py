@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -61,7 +62,7 @@ def is_named(path: Path, template: str, stage: str, step: int) -> bool:
 
 def encoded(rows: Sequence[Row], suffix: str) -> bytes:
     """Rows as the bytes of a .jsonl or .parquet file. A number that is not finite is null, as JSON has none."""
-    finite = [{key: _finite(value) for key, value in row.items()} for row in rows]
+    finite = finite_json(rows)
     if suffix == ".jsonl":
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in finite).encode()
     columns = {key: [row.get(key) for row in finite] for key in dict.fromkeys(k for row in rows for k in row)}
@@ -137,19 +138,23 @@ def prompt_text(prompt: str | Sequence[Message]) -> str:
 
 
 def _plain(source: str) -> str:
-    """A source's label as a part of a file's name."""
-    return re.sub(r"[^\w.-]", "_", source)
+    """A source's label as a part of a path. `..` and an empty text are labels, too, and lead to no other folder."""
+    return re.sub(r"[^\w.-]|^\.{0,2}\Z", "_", source)
 
 
-def _finite(value: Json) -> Json:
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
+def finite_json(value: Json) -> Json:
+    """The same with null in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {str(key): finite_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _flat(values: Sequence[Json]) -> Sequence[Json]:
-    """A column of one type: values of several, or of none that a table has, as JSON."""
+def _flat(values: Sequence[Json]) -> pa.Array:
+    """A column of one type: values of several, or of none that a table has (an integer of 30 digits), as JSON."""
     kinds = {type(value) for value in values if value is not None}
     if kinds <= {str} or kinds <= {int, float} or kinds <= {bool}:
-        return values
-    return [value if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        with suppress(OverflowError, pa.ArrowInvalid):
+            return pa.array(values)
+    return pa.array([value if value is None else json.dumps(value, ensure_ascii=False) for value in values])

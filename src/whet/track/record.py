@@ -89,6 +89,7 @@ class RunDirectory:
                     f"track.dump.{kind}={template!r}: add {{stage}}, or each stage overwrites the previous one"
                 )
         self._unsynced: list[Path] = []
+        self._unsynced_dumps: list[Path] = []
         try:
             for folder in (path, path / "rollouts", path / "eval"):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -224,7 +225,8 @@ class RunDirectory:
             except OSError as e:
                 raise file_error(e, path) from e
             write_bytes(path, data, durable=False)
-            self._unsynced += [self.path / DUMPS, path]
+            self._unsynced.append(self.path / DUMPS)
+            self._unsynced_dumps.append(path)
 
     def _write(self, folder: str, stage: str, step: int, data: bytes) -> Path:
         path = self.path / folder / file_name(stage, step)
@@ -319,11 +321,15 @@ class RunDirectory:
             self.timeline.sync()
             for path in dict.fromkeys(self._unsynced):
                 sync_path(path)
+            for path in self._unsynced_dumps:
+                with suppress(FileNotFoundError):  # the program that it is for may have taken it
+                    sync_path(path)
             for folder in self._folders():
                 sync_path(folder)
         except OSError as e:
             raise file_error(e, self.path) from e
         self._unsynced.clear()
+        self._unsynced_dumps.clear()
 
     def truncate_to(self, stage_index: int, step: int) -> None:
         """Drop what is later than a checkpoint made after `step` of a stage, and a line cut short by a kill.

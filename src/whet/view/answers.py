@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from whet.track.dumps import finite_json
 from whet.types import Json
 from whet.view import compare, mismatch, records, rewards, rollouts, runs
 from whet.view.source import Ask, NotThere, ShownRuns
@@ -72,14 +71,5 @@ def encoded(value: Json) -> bytes:
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(plain(value), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(finite_json(value), allow_nan=False, separators=(",", ":"))
     return gzip.compress(text.encode("ascii"), 3, mtime=0)
-
-
-def plain(value: Any) -> Json:
-    """The same with null in place of numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -17,8 +17,9 @@ from urllib.parse import quote
 import pyarrow as pa
 
 from whet.notices import write
+from whet.track.dumps import finite_json
 from whet.types import DataError, Json
-from whet.view.answers import answer, plain
+from whet.view.answers import answer
 from whet.view.rollouts import all_summaries, summaries
 from whet.view.source import NotThere, Shown, ShownRuns
 
@@ -52,7 +53,7 @@ def gathered(runs: ShownRuns, most: int) -> tuple[dict[str, Json], str]:
     def take(*parts: str | int, **query: str | int) -> None:
         url = address(*parts, **query)
         with suppress(DataError, NotThere):  # the page says that it is not there; the run's page says why
-            found[url] = plain(answer(runs, url))
+            found[url] = finite_json(answer(runs, url))
 
     for run in runs.runs:
         for parts, query in _summary_pages(run):
@@ -63,7 +64,7 @@ def gathered(runs: ShownRuns, most: int) -> tuple[dict[str, Json], str]:
         for stage, step, uid in sorted(chosen.groups):
             take("runs", run.id, "groups", stage, step, uid)
         steps = None if chosen.total <= MOST_SUMMARIES else chosen.steps
-        found[address("runs", run.id, "rollouts", files="all")] = plain(all_summaries(run, steps))
+        found[address("runs", run.id, "rollouts", files="all")] = finite_json(all_summaries(run, steps))
         listed = "" if steps is None else ", others of these steps in lists only"
         said.append(f"{run.name}: {chosen}{listed}")
     for one, other in combinations(runs.runs[:MOST_COMPARED], 2):
@@ -72,7 +73,7 @@ def gathered(runs: ShownRuns, most: int) -> tuple[dict[str, Json], str]:
             take("compare", "replies", a=one.id, b=other.id, stage=stage, step=step)
     told = "\n".join(said)
     listed = answer(runs, "api/runs")
-    found["api/runs"] = plain({**listed, "live": False, "exported": told})
+    found["api/runs"] = finite_json({**listed, "live": False, "exported": told})
     return found, told
 
 
