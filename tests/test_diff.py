@@ -17,6 +17,7 @@ from whet import cli
 from whet.diff.runs import RunDiff, compared
 from whet.diff.view import UNKNOWN
 from whet.track import compare
+from whet.track.history import since_last_start
 from whet.types import DataError
 
 TRAIN = {"steps": 3, "tasks_per_step": 4, "optimizer": {"lr": 0.01}}
@@ -32,6 +33,19 @@ def diff(a: Path, b: Path) -> tuple[RunDiff, str, int]:
     """What is found, what is printed, the exit code."""
     shown = CliRunner().invoke(cli.app, ["diff", str(a), str(b)])
     return compared(a, b), " ".join(shown.output.split()), shown.exit_code
+
+
+@pytest.mark.parametrize("text", ["train: 3", "model: {scratch: 4}"])
+def test_a_config_that_no_run_writes_is_named(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """And a run resumes in spite of it: its config is given."""
+    other = copied(base, tmp_path / "other")
+    (other / "config.yaml").write_text(text)
+    with pytest.raises(DataError, match=f"config.yaml of {base} or {other}: cannot be read"):
+        compared(base, other)
+    assert since_last_start(other, {"train": {"steps": 3}}) == []
+    assert f"changes since the last start are not logged: {other / 'config.yaml'}" in caplog.text
 
 
 # ---------------------------------------------------------------- equal

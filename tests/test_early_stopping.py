@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import whet
@@ -129,6 +130,8 @@ def test_what_a_callback_raises_ends_the_run_with_its_traceback(tmp_path):
     assert "raised by on_step, after step 1 of stage 'main'" in caught.value.__notes__[0]
     with pytest.raises(WhetError, match="on_eval returned 'stop'; expected True"):
         train(tmp_path / "other", on_eval=lambda row: "stop")
+    with pytest.raises(WhetError, match=r"on_eval returned array\(.*; expected True"):
+        train(tmp_path / "array", on_eval=lambda row: np.array([True, False]))
 
 
 def test_a_run_is_evaluated_at_one_step_and_on_other_data(tmp_path):

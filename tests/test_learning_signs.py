@@ -71,6 +71,13 @@ def test_a_sign_holds_from_its_window_on_and_goes_with_its_cause(name: str) -> N
     assert names(wrong + steps(window)) == []
 
 
+@pytest.mark.parametrize("name", GOOD)
+def test_a_sign_is_silent_where_a_number_is_not_recorded(name: str) -> None:
+    for sign, wrong in WRONG.items():
+        rows = [{k: v for k, v in row.items() if k != name} for row in steps(20, **wrong)]
+        assert set(names(rows)) <= {sign, "uniform groups"}
+
+
 def test_every_sign_has_a_case() -> None:
     assert {sign.name for sign in SIGNS} == {*WRONG, "length pays"}
 

@@ -214,6 +214,14 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     files.RunLock(tmp_path).release()
 
 
+def test_a_lock_that_is_released_twice_is_not_that_of_another_run(tmp_path: Path) -> None:
+    first = files.RunLock(tmp_path / "first")
+    first.release()
+    with files.RunLock(tmp_path / "second"):  # with the same numbers of handles
+        first.release()
+        assert files.runs_here(tmp_path / "second") == os.getpid()
+
+
 def test_a_place_that_takes_no_folder_is_not_said_to_be_removed_by_somebody() -> None:
     said = "cannot write /proc/whet-run/lock: there is no such folder: none can be made there, or another process"
     with pytest.raises(WhetError, match=said):

@@ -525,6 +525,10 @@ def test_the_command_gives_json(rl: Path) -> None:
         (["--step", "1", "--rollout", "99"], "step 1 has 8 rollouts, of the tasks 0, 1, 2, 3"),
         (["--step", "1", "--task", "77"], "--task 77 --index 0"),
         (["--step", "1", "--logprobs", "--play"], "leave out"),
+        (["--index", "1"], "give --step N"),
+        (["--step", "1", "--index", "1"], "give --task UID"),
+        (["--step", "1", "--rollout", "1", "--index", "0"], "give --task UID"),
+        (["--step", "1", "--rollout", "1", "--task", "2"], "give one of them"),
     ],
 )
 def test_what_is_not_there_is_named(rl: Path, words: list[str], said: str) -> None:

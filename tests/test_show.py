@@ -397,6 +397,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         ("manifest.json", "[]", "manifest.json: expected a JSON object"),
         ("manifest.json", '{"starts": []}', r"manifest.json: starts is '\[\]', expected a list"),
         ("manifest.json", '{"starts": [{"packages": 1}]}', r"starts\[0\] is .*, which no run writes"),
+        ("manifest.json", '{"starts": [{"arithmetic": [1]}]}', r"starts\[0\] is .*, which no run writes"),
         ("manifest.json", '{"changes": [{"stage": "s"}]}', r"changes\[0\] is .*, which no run writes"),
     ],
 )
@@ -438,6 +439,7 @@ def test_a_damaged_timeline_is_named(line: str, says: str, tmp_path: Path) -> No
     ("column", "value", "says"),
     [
         ("answer", "no json", "row 1, answer: not JSON"),
+        ("turns", '[{"start": 0, "end": null}]', "row 1: turns is not a list of turns"),
         ("prompt", None, "row 1: prompt is null"),
         ("mask", [None, 1], "row 1: mask is null"),
         ("logprobs", [0.5], "row 1: token_ids, mask, .* differ in length"),

@@ -378,6 +378,12 @@ def test_time_between_two_starts_is_nobodys():
     assert stage.bubble == pytest.approx(1 - 25 / 40)
 
 
+def test_steps_may_end_in_the_same_microsecond():
+    spans = [span("update", STEPS, 0, 10, kind="phase", step=step) for step in (1, 2)]
+    (stage,) = time_report.measure([*spans, span("update", "policy", 0, 5)])
+    assert (stage.steps, stage.bubble) == (2, pytest.approx(0.5))
+
+
 @pytest.mark.parametrize(
     ("spans", "covered_ms"),
     [

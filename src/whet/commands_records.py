@@ -31,7 +31,10 @@ def replay(
         Optional[int],  # noqa: UP045
         typer.Option(help="Show one rollout, by the uid of its task and --index.", show_default=False),
     ] = None,
-    index: Annotated[int, typer.Option(min=0, help="With --task: its place in the group.")] = 0,
+    index: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="With --task: its place in the group. Default: 0.", show_default=False),
+    ] = None,
     logprobs: Annotated[
         bool,
         typer.Option(
@@ -66,13 +69,17 @@ def replay(
 
     recorded = read(run)
     if step is None:
-        if (stage, rollout, task) != (None, None, None) or logprobs or play:
+        if (stage, rollout, task, index) != (None, None, None, None) or logprobs or play:
             raise ConfigError(
                 "give --step N too; without it `whet replay` lists the steps that can be replayed"
             )
         _print(view.listing_json(recorded) if as_json else view.listing(recorded))
         return
     number = stage_of(recorded, stage, step)
+    if rollout is not None and task is not None:
+        raise ConfigError("--rollout and --task both name a rollout: give one of them")
+    if index is not None and task is None:
+        raise ConfigError("--index is the place in the group of --task: give --task UID, too")
     if logprobs:
         from whet.replay.logprobs import rescored
 
@@ -92,7 +99,7 @@ def replay(
     if rollout is None and task is None:
         _print(view.step_json(found) if as_json else view.step_view(found))
     else:
-        name = view.name_of(found, rollout, task, index)
+        name = view.name_of(found, rollout, task, index or 0)
         _print(view.rollout_json(found, name) if as_json else view.rollout_view(found, name, run))
         found = found.only(name)
     raise typer.Exit(0 if found.equal else 1)

@@ -13,11 +13,12 @@ from pathlib import Path
 from whet.config.resuming import Change, changes
 from whet.track import compare
 from whet.track.compare import ComparedColumn, ValueDifference
+from whet.track.files import reading
 from whet.track.manifest import other_arithmetic
 from whet.track.metrics import is_evaluation
 from whet.track.overview import RunRecord, read
 from whet.track.written import read_rollouts
-from whet.types import Json
+from whet.types import DataError, Json
 
 Key = tuple[str, int, str]
 """Of a line of metrics.jsonl: stage, step, and the folder of its replies."""
@@ -88,7 +89,8 @@ class RunDiff:
 def compared(a: Path, b: Path) -> RunDiff:
     """Raises DataError if one is no run directory, or a file in it was not written by a run."""
     one, other = read(a), read(b)
-    config = [c for c in changes(one.config, other.config) if c.key not in ELSEWHERE]
+    with reading(f"config.yaml of {a} or {b}", error=DataError, advice="put it back from a copy"):
+        config = [c for c in changes(one.config, other.config) if c.key not in ELSEWHERE]
     mine, theirs = ({_key(line): line for line in run.metrics} for run in (one, other))
     parting, equal_to, uncompared = None, None, 0
     for key in (key for key in mine if key in theirs):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from whet.track.metrics import is_evaluation
 from whet.types import Json, Metrics, WhetError
 
@@ -35,7 +37,7 @@ class Callbacks:
         except Exception as error:
             error.add_note(f"raised by {name}, after step {step} of stage {stage!r}; the run ends here")
             raise
-        if answer not in (None, True, False):
+        if answer is not None and not isinstance(answer, bool | np.bool_):
             raise WhetError(f"{name} returned {answer!r:.60}; expected True, which stops the run, or None")
         if answer:
             self.stop.requested = True

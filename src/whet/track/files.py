@@ -280,10 +280,12 @@ class RunLock:
 
     def release(self) -> None:
         """Let others in. Safe to call twice."""
-        if self._handles[0] in RunLock._held:
-            RunLock._held.difference_update(self._handles)
-            os.ftruncate(self._handles[1], 0)
-            for handle in self._handles:
+        handles, self._handles = self._handles, []  # the numbers may be those of another lock's files by then
+        if RunLock._held.issuperset(handles):
+            RunLock._held.difference_update(handles)
+            for handle in handles[1:]:
+                os.ftruncate(handle, 0)
+            for handle in handles:
                 os.close(handle)
 
     def __enter__(self) -> RunLock:

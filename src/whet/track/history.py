@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from whet.config.resuming import Change, free_changes
+from whet.track.files import reading
 from whet.track.manifest import other_arithmetic
 from whet.track.record import RunDirectory
 from whet.track.written import read_config
@@ -19,10 +20,11 @@ def since_last_start(run_dir: Path, now: Json) -> list[Change]:
     """The keys that may change, whose values differ between a config and the config of the run's last start."""
     try:
         before = read_config(run_dir)
+        with reading(run_dir / "config.yaml", error=DataError, advice="compare it with a copy"):
+            return free_changes(before, now) if before else []
     except DataError as error:
         log.warning("changes since the last start are not logged: %s", error)
         return []
-    return free_changes(before, now) if before else []
 
 
 def write_down(

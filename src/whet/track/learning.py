@@ -44,8 +44,8 @@ def numbers(rows: Rows, name: str) -> list[float]:
 def constant_reward(rows: Rows) -> bool:
     """Every reward of every row is the same number."""
     least, most = numbers(rows, "reward/min"), numbers(rows, "reward/max")
-    counted = len(least) == len(most) == len(rows) and min(numbers(rows, "reward/scored_count")) > 1
-    return counted and min(least) == max(most)
+    several = min(numbers(rows, "reward/scored_count"), default=0) > 1
+    return several and len(least) == len(most) == len(rows) and min(least) == max(most)
 
 
 def uniform_groups(rows: Rows) -> bool:

@@ -19,7 +19,7 @@ class StageReport:
     name: str
     steps: int
     seconds: float | None
-    tokens: int
+    tokens: float
     held_out_start: float | None
     held_out_end: float | None
 
@@ -46,10 +46,7 @@ def final_report(
     for title in ("steps", "time", "tokens", "held-out start", "held-out end"):
         table.add_column(title, justify="right")
     for s in stages:
-        held_out = [
-            Text("-", "dim") if x is None else Text(f"{x:.3f}", "bold")
-            for x in (s.held_out_start, s.held_out_end)
-        ]
+        held_out = map(share, (s.held_out_start, s.held_out_end))
         table.add_row(s.name, str(s.steps), duration(s.seconds), count(s.tokens), *held_out)
     parts: list[RenderableType] = [table]
     if examples:

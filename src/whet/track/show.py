@@ -267,7 +267,7 @@ def _stage_report(run: RunRecord, stage: str) -> StageReport:
         name=stage,
         steps=found.steps,
         seconds=found.seconds,
-        tokens=int(found.tokens),
+        tokens=found.tokens,
         held_out_start=found.held_out[0] if found.held_out else None,
         held_out_end=found.held_out[-1] if found.held_out else None,
     )

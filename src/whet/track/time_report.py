@@ -200,7 +200,7 @@ class _Open:
         for s in own:
             if s.kind == "phase" and s.end_ns > start:
                 ends[s.step] = max(ends[s.step], s.end_ns)
-        marks = [start, *sorted(ends.values())]
+        marks = [start, *sorted({*ends.values()})]
         learned = {ends[s.step] for s in own if s.name == UPDATE and s.step in ends}
         spans: dict[tuple[str, str], list[Span]] = {}
         computes = [s for s in own if s.kind == "work"]

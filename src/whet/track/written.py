@@ -196,14 +196,14 @@ def rows_of(table: pa.Table, path: Path, *, first: int = 0) -> list[dict[str, Js
         for name in ("answer", "turns", "messages", "state"):
             where = f"{path}, row {number}, {name}"
             row[name] = parse_json(row[name].encode(), where, DataError, constants=True)
-        for name, known in (("turns", _is_object), ("messages", _is_message)):
+        for name, known in (("turns", _is_turn), ("messages", _is_message)):
             if not isinstance(row[name], list) or not all(map(known, row[name])):
                 raise DataError(f"{path}, row {number}: {name} is not a list of {name}{_BY}")
     return rows
 
 
-def _is_object(value: Json) -> bool:
-    return isinstance(value, dict)
+def _is_turn(value: Json) -> bool:
+    return isinstance(value, dict) and all(type(value.get(place, 0)) is int for place in ("start", "end"))
 
 
 def _is_message(value: Json) -> bool:
@@ -229,7 +229,7 @@ def list_steps(folder: Path) -> list[tuple[str, int, Path]]:
 
 
 def read_config(run_dir: Path) -> dict[str, Json]:
-    """config.yaml as plain values, {} where there is none. Every section is a mapping, and each of the stages."""
+    """config.yaml as plain values, {} where there is none. The sections that are shown are mappings, and each of the stages."""
     path = run_dir / "config.yaml"
     if not path.exists():
         return {}
@@ -270,8 +270,12 @@ def read_manifest(run_dir: Path) -> dict[str, Json]:
     return found
 
 
+_MAPS = ("packages", "code_sha256", "data_sha256", "arithmetic", "environment")
+"""Entries of a start that are objects; an earlier one has not all of them."""
+
+
 def _is_start(value: Json) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("packages", {}), dict)
+    return isinstance(value, dict) and all(isinstance(value.get(name, {}), dict) for name in _MAPS)
 
 
 def _is_change(value: Json) -> bool:
