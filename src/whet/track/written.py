@@ -229,7 +229,8 @@ def list_steps(folder: Path) -> list[tuple[str, int, Path]]:
 
 
 def read_config(run_dir: Path) -> dict[str, Json]:
-    """config.yaml as plain values, {} where there is none. The sections that are shown are mappings, and each of the stages."""
+    """config.yaml as plain values, {} where there is none. Stages are mappings, and so are the sections that are
+    shown."""
     path = run_dir / "config.yaml"
     if not path.exists():
         return {}
