@@ -449,6 +449,24 @@ def test_the_end_of_the_studio_stops_its_run(tmp_path: Path) -> None:
     assert job.exit_code is not None
 
 
+def test_a_second_ctrl_c_does_not_leave_the_run_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(endless(tmp_path)))
+    with Jobs(tmp_path) as jobs:
+        job = jobs.start("train", "run.yaml")
+        wait = job.process.wait
+
+        def impatient(timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return wait()
+
+        monkeypatch.setattr(job.process, "wait", impatient)
+    assert job.exit_code is not None
+    assert not job.log.parent.exists()
+
+
 KILLED = """
 import sys, time
 from pathlib import Path

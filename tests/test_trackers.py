@@ -288,7 +288,8 @@ def test_mlflow_writes_beside_the_run_where_no_server_is_given(
     mlflow: SimpleNamespace, tmp_path: Path
 ) -> None:
     tracker = start(tmp_path, config("mlflow"))
-    tracker.log("main", 4, metrics={"eval/pass@8": 0.5, "x": math.nan}, timings={"time/step_s": 2.0})
+    metrics = {"eval/pass@8": 0.5, "reward/source/a+b (c)_mean": 0.25, "x": math.nan}
+    tracker.log("main", 4, metrics=metrics, timings={"time/step_s": 2.0})
     tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
     (run,) = mlflow.runs.values()
     assert run.status == "RUNNING"
@@ -303,6 +304,7 @@ def test_mlflow_writes_beside_the_run_where_no_server_is_given(
     assert run.params["train.optimizer.lr"] == str(Config().train.optimizer.lr)
     assert [m for m in run.metrics if not math.isnan(m[1])] == [
         ("eval/pass_at_8", 0.5, 4),
+        ("reward/source/a_b _c__mean", 0.25, 4),
         ("time/step_s", 2.0, 4),
     ]
     table = run.tables["samples/main-step-000004.json"]

@@ -28,11 +28,13 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.models import WordLevel
+from typer.testing import CliRunner
 
 import whet
 from test_show import held_out, make, reply
 from tiny import RUN
 from whet.api import Result
+from whet.cli import app
 from whet.track import files
 from whet.track.record import RunDirectory
 from whet.track.timeline import STEPS, Span, Timeline
@@ -305,6 +307,20 @@ def test_the_ledger_counts_and_names_filters(made: Path) -> None:
     assert stage["counts"]["fault: timeout"] == [1, 1]
     assert stage["totals"] == {"finished": 8, "without a reward": 2, "fault: timeout": 2}
     assert told["filters"] == {"finished": "", "without a reward": "fault=1", "fault: timeout": "fault=1"}
+
+
+@pytest.mark.parametrize(
+    "words", [["--rollouts", "5"], ["--export", "FILE", "--port", "8645"], ["--export", "FILE", "--no-open"]]
+)
+def test_options_without_effect_are_refused(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(viewer_server, "serve", lambda *_, **__: None)
+    file = str(tmp_path / "report.html")
+    given = [file if word == "FILE" else word for word in words]
+    found = CliRunner().invoke(app, ["view", str(made), *given])
+    assert isinstance(found.exception, ConfigError)
+    assert "has no effect with" in str(found.exception)
 
 
 def test_an_evaluation_without_rewards_is_no_step(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def scale(
 
 
 def view(
+    context: typer.Context,
     runs: Annotated[
         list[Path],
         typer.Argument(
@@ -124,6 +125,13 @@ def view(
     """
     from whet.view.source import find_runs
 
+    idle = ("rollouts",) if export is None else ("port", "host", "token", "no_open")
+    for name in idle:
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            with_or_without = "without" if export is None else "with"
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect {with_or_without} --export; leave it out"
+            )
     found = find_runs(runs)
     if export is not None:
         from whet.view.export import write_report

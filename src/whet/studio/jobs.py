@@ -145,16 +145,19 @@ class Jobs:
         }
 
     def close(self) -> None:
-        """Stop the run that was started here and wait for it; one that does not end is killed."""
+        """Stop the run that was started here and wait for it. One that does not end, or for which a user who presses
+        Ctrl-C once more does not wait, is killed."""
         job = self.current
-        if isinstance(job, ChildRun) and job.exit_code is None:
-            self.stop()
-            try:
-                job.process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.process.pid, signal.SIGKILL)
-                job.process.wait()
-        self._folder.close()
+        try:
+            if isinstance(job, ChildRun) and job.exit_code is None:
+                self.stop()
+                try:
+                    job.process.wait(PATIENCE_S)
+                except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                    os.killpg(job.process.pid, signal.SIGKILL)
+                    job.process.wait()
+        finally:
+            self._folder.close()
 
     def __enter__(self) -> Jobs:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -304,7 +305,7 @@ def _is_refusal(error: Exception) -> bool:
 def _flat(tree: Json) -> Iterator[tuple[str, str]]:
     """Dotted keys and short texts: MLflow keeps parameters as such."""
     for path, value in leaves(tree):
-        yield ".".join(map(str, path)), str(value)[:_LONGEST]
+        yield _name(".".join(map(str, path))), str(value)[:_LONGEST]
 
 
 def _listing(tables: Sequence[str]) -> str:
@@ -326,8 +327,8 @@ def _newest(tables: list[str]) -> list[str]:
 
 
 def _name(name: str) -> str:
-    """MLflow knows no '@' in names: pass_at_8."""
-    return name.replace("@", "_at_")
+    """pass_at_8, and `_` for what else MLflow has not in names: with one such name it refuses a whole request."""
+    return re.sub(r"[^\w./: -]", "_", name.replace("@", "_at_"))
 
 
 def _columns(rows: Rows) -> dict[str, list[Json]]:
