@@ -428,7 +428,11 @@ def test_kept_without_a_correction_is_the_batch() -> None:
         ("grpo", {"weight": "token", "denominator": "all"}, "nothing is masked or rejected"),
         ("grpo", {"weight": "token", "low": 3.0, "high": 2.0}, r"weight\.low: 3.0 is above high=2.0"),
         ("grpo", {"reject": [{"over": "sum"}]}, r"correction\.reject\[0\]: has no bound"),
-        ("grpo", {"reject": [{"high": 2.0}, {"low": 3.0, "high": 2.0}]}, r"correction\.reject\[1\]\.low: 3.0 is above"),
+        (
+            "grpo",
+            {"reject": [{"high": 2.0}, {"low": 3.0, "high": 2.0}]},
+            r"correction\.reject\[1\]\.low: 3.0 is above",
+        ),
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(

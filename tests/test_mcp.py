@@ -319,9 +319,9 @@ def test_a_server_that_does_not_start_is_refused(
 
 def test_what_cannot_be_is_refused() -> None:
     for fields, said in [
-        ({"command": "npx server"}, r'command="npx server"; expected a list \(each: text\)'),
-        ({"command": ("x",), "env": {"A": 1}}, "env.A=1; expected text"),
-        ({"command": ("x",), "start_timeout_s": 0}, "start_timeout_s=0; expected a number > 0"),
+        ({"command": "npx server"}, r'command: got "npx server", expected a list \(each: text\)'),
+        ({"command": ("x",), "env": {"A": 1}}, 'env: got {"A": 1}, expected names, each with text'),
+        ({"command": ("x",), "start_timeout_s": 0}, "start_timeout_s: got 0, expected a number > 0"),
     ]:
         with pytest.raises(ConfigError, match=said):
             section(McpServer, fields)  # type: ignore[arg-type]

@@ -127,8 +127,8 @@ def children() -> set[int]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tries": 0}, r"arguments\.tries=0; expected a whole number >= 1"),
-        ({"decay": 1.5}, r"arguments\.decay=1\.5; expected a number >= 0 and <= 1"),
+        ({"tries": 0}, r"arguments\.tries: got 0, expected a whole number >= 1"),
+        ({"decay": 1.5}, r"arguments\.decay: got 1\.5, expected a number >= 0 and <= 1"),
         ({"feedback": "{lift} left"}, r"KeyError\('lift'\); expected a text, with {left} and {score}"),
         ({"feedback": ""}, "feedback is empty"),
         (
@@ -136,7 +136,7 @@ def children() -> set[int]:
             "is not a verifier of reasoning-gym; did you mean 'spell_backward'",
         ),
         ({"verifiers": []}, "the config must list the allowed verifiers"),
-        ({"trys": 2}, "'trys' is not known; did you mean 'tries'"),
+        ({"trys": 2}, "trys: unknown key; did you mean 'tries'"),
     ],
 )
 def test_a_host_refuses_what_cannot_judge(change: dict[str, Any], said: str) -> None:
@@ -145,5 +145,5 @@ def test_a_host_refuses_what_cannot_judge(change: dict[str, Any], said: str) -> 
 
 
 def test_without_verifiers_the_config_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"arguments\.verifiers is missing; expected text or a list"):
+    with pytest.raises(ConfigError, match=r"arguments\.verifiers: must be given: text or a list"):
         played(MAKE, {}, {1: ["x"]}, {1: row()})

@@ -255,7 +255,7 @@ def test_the_policy_is_told_of_the_best_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("over", "said"),
     [
-        ({"results": 0}, "results=0; expected a whole number >= 1"),
+        ({"results": 0}, "results: got 0, expected a whole number >= 1"),
         ({"results": 11}, "results=11 is more than most_results=10"),
         ({"path": "x.csv"}, r"path='x.csv'; expected a file that ends in .jsonl or .parquet"),
         ({"name": "a b"}, "expected a name"),

@@ -671,37 +671,43 @@ def test_a_config_names_functions_and_a_class(opened: Callable[..., EnvHosts], f
     ("arguments", "said"),
     [
         ({}, "names no tool; expected functions, tool_class, search or mcp"),
-        ({"function": ["x:y"]}, r"'function' is not known; did you mean 'functions'\?"),
-        ({"functions": "x:y"}, 'functions="x:y"; expected a list'),
-        ({"functions": [3]}, r"functions\[0\]=3; expected text"),
-        ({"tool_class": 3}, "tool_class=3; expected text or null"),
+        ({"function": ["x:y"]}, r"function: unknown key; did you mean 'functions'\?"),
+        ({"functions": "x:y"}, 'functions: got "x:y", expected a list'),
+        ({"functions": [3]}, r"functions: got \[3\], expected a list \(each: text\)"),
+        ({"tool_class": 3}, "tool_class: got 3, expected text or null"),
         ({"functions": ["no_such_module:y"]}, "cannot load 'no_such_module'"),
         ({"functions": ["json:dumps"]}, "cannot be passed by name"),
         ({"functions": ["FILE:add", "FILE:add"]}, "same name: add"),
-        ({"functions": ["FILE:add"], "max_calls": 0}, "max_calls=0; expected a whole number >= 1 or null"),
-        ({"functions": ["FILE:add"], "tool_timeout_s": 0}, "tool_timeout_s=0; expected a number > 0"),
+        (
+            {"functions": ["FILE:add"], "max_calls": 0},
+            "max_calls: got 0, expected a whole number >= 1 or null",
+        ),
+        ({"functions": ["FILE:add"], "tool_timeout_s": 0}, "tool_timeout_s: got 0, expected a number > 0"),
         (
             {"functions": ["FILE:add"], "malformed_penalty": -1},
-            "malformed_penalty=-1; expected a number >= 0",
+            "malformed_penalty: got -1, expected a number >= 0",
         ),
         (
             {"functions": ["FILE:add"], "cut": "centre"},
-            "cut=\"centre\"; expected 'left', 'middle' or 'right'",
+            "cut: got \"centre\", expected 'left', 'middle' or 'right'",
         ),
-        ({"functions": ["FILE:add"], "malformed": "x"}, "malformed=\"x\"; expected 'tell' or 'end'"),
+        ({"functions": ["FILE:add"], "malformed": "x"}, "malformed: got \"x\", expected 'tell' or 'end'"),
         (
             {"functions": ["FILE:add"], "result_chars": 10**5},
             "expected at most 524288 characters of .*=8 results",
         ),
         ({"tool_class": "FILE:add"}, "tool_class='.*'; expected a class"),
-        ({"search": {"paths": "x"}}, r"search: 'paths' is not known; did you mean 'path'\?"),
-        ({"search": []}, r"search=\[\]; expected a section \(keys: path, "),
-        ({"search": {}}, "search.path is missing; expected text"),
+        ({"search": {"paths": "x"}}, r"search.paths: unknown key; did you mean 'path'\?"),
+        ({"search": []}, r"search: got \[\], expected a section \(keys: path, "),
+        ({"search": {}}, "search.path: must be given: text"),
         ({"search": {"path": "none.jsonl"}}, "^rollout.env.arguments.search.path: cannot read none.jsonl"),
         ({"mcp": [{"command": []}]}, "mcp.command is empty"),
-        ({"mcp": {"command": ["x"]}}, r"mcp={\"command\".*; expected a list \(each: a section"),
-        ({"mcp": [{"command": ["x"], "env": {"A": 1}}]}, r"mcp\[0\].env.A=1; expected text"),
-        ({"mcp": [{"command": ["x"], "end": {}}]}, r"mcp\[0\]: 'end' is not known; did you mean 'env'\?"),
+        ({"mcp": {"command": ["x"]}}, r"mcp: got {\"command\".*, expected a list \(each: a section"),
+        (
+            {"mcp": [{"command": ["x"], "env": {"A": 1}}]},
+            r'mcp\[0\].env: got {"A": 1}, expected names, each with text',
+        ),
+        ({"mcp": [{"command": ["x"], "end": {}}]}, r"mcp\[0\].end: unknown key; did you mean 'env'\?"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments: Any, said: str, file: Path) -> None:
@@ -712,7 +718,7 @@ def test_arguments_that_cannot_be_are_refused(arguments: Any, said: str, file: P
 
 def test_a_host_refuses_them_before_it_plays(opened: Callable[..., EnvHosts]) -> None:
     with pytest.raises(
-        ConfigError, match=r"rollout.env.arguments.cut=\"up\"; expected 'left', 'middle' or 'right'"
+        ConfigError, match=r"rollout.env.arguments.cut: got \"up\", expected 'left', 'middle' or 'right'"
     ):
         opened(cut="up")
 

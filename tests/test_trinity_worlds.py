@@ -173,7 +173,7 @@ def test_each_turn_of_a_sudoku_sees_the_board_alone() -> None:
 @pytest.mark.parametrize("arguments", [{"steps": 0}, {"steps": "20"}, {"moves": 0}, {"move": 5}])
 def test_arguments_of_no_sudoku_are_refused(arguments: dict[str, Json]) -> None:
     with pytest.raises(
-        ConfigError, match=r"rollout\.env\.arguments.*(expected a whole number >= 1|it has: )"
+        ConfigError, match=r"rollout\.env\.arguments.*(expected a whole number >= 1|unknown key)"
     ):
         sudoku.make.prepare(arguments)
 
@@ -380,7 +380,7 @@ def test_alfworld_pays_replies_with_all_elements(
     [
         ({"elements": ["think"]}, "with action among them"),
         ({"elements": "action"}, "expected a list"),
-        ({"repeats": 1}, "repeats=1; expected a whole number >= 2 or null"),
+        ({"repeats": 1}, "repeats: got 1, expected a whole number >= 2 or null"),
     ],
 )
 def test_elements_and_repeats_that_are_none(packages: None, given: dict[str, Json], why: str) -> None:
@@ -454,9 +454,9 @@ def test_a_world_without_its_package_says_how_to_install_it(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=install):
         getattr(text_worlds, factory).prepare({"column": "game"})
-    with pytest.raises(ConfigError, match="'colum' is not known; did you mean 'column'"):
+    with pytest.raises(ConfigError, match="colum: unknown key; did you mean 'column'"):
         getattr(text_worlds, factory).prepare({"colum": "game"})
-    with pytest.raises(ConfigError, match=r"steps=0; expected a whole number >= 1"):
+    with pytest.raises(ConfigError, match=r"steps: got 0, expected a whole number >= 1"):
         getattr(text_worlds, factory).prepare({"column": "game", "steps": 0})
 
 

@@ -389,9 +389,9 @@ def test_files_that_are_none(files: Path) -> None:
     for arguments, said in (
         ({}, "names no tool"),
         ({"tool_confg": "x"}, "did you mean 'tool_config'"),
-        ({"tool_config": ["x"]}, r'tool_config=\["x"\]; expected text or null'),
-        ({"tool_config": "x", "max_turns": 0}, "max_turns=0; expected a whole number >= 1 or null"),
-        ({"tool_config": "x", "cut": "both"}, "cut=\"both\"; expected 'left', 'middle' or 'right'"),
+        ({"tool_config": ["x"]}, r'tool_config: got \["x"\], expected text or null'),
+        ({"tool_config": "x", "max_turns": 0}, "max_turns: got 0, expected a whole number >= 1 or null"),
+        ({"tool_config": "x", "cut": "both"}, "cut: got \"both\", expected 'left', 'middle' or 'right'"),
     ):
         with pytest.raises(ConfigError, match=said):
             tools.specs(arguments)

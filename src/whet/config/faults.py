@@ -73,7 +73,7 @@ def argument_problems(at: str, section: type[Section], given: Json) -> Iterator[
         for detail in error.errors(include_url=False, include_context=False):
             path, text = _argument_fault(section, given, detail)
             found.setdefault(path, text)
-        yield from ((".".join([at, *map(str, path)]), text) for path, text in found.items())
+        yield from ((f"{at}.{dotted(path)}" if path else at, text) for path, text in found.items())
 
 
 def _argument_fault(section: type[Section], given: Json, detail: ErrorDetails) -> tuple[Path, str]:
