@@ -232,7 +232,7 @@ def test_alphapo_has_the_limit_of_simpo() -> None:
             {"pair_loss": ["sigmoid", "sft"], "pair_weights": [1.0]},
             "pair_weights: got 1 weights for 2 losses",
         ),
-        ({"pair_loss": []}, "pair_loss is empty"),
+        ({"pair_loss": []}, "pair_loss: is empty"),
         ({"pair_loss": "exo"}, "the logarithm of label_smoothing"),
         ({"pair_loss": ["sigmoid", "sppo"]}, "pair_loss: got"),
     ],

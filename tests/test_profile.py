@@ -173,7 +173,7 @@ BASE = {**TINY, "rewards": {"r": {"function": "exact"}}}
     ("overrides", "said"),
     [
         (["profile={steps: [1], tools: []}"], "profile.tools: [] records nothing"),
-        (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: nsys: memory snapshots"),
+        (["profile={steps: [1], tools: [nsys]}", "machine.device=cpu"], "profile.tools: memory snapshots and nsys"),
         (["profile={steps: [1], tools: [torch, nsys]}"], "profile.tools: torch and nsys both use CUPTI"),
         (["profile.torch=[record_shapes]"], "profile.torch[0]: has no effect: profile.steps is empty"),
         (["profile={steps: [4]}"], "profile.steps[0]: has no effect: the stage has 3 steps, and every"),

@@ -47,6 +47,7 @@ class Activations:
 
     def __init__(self, width_of: Sequence[int], *, layers: int, rows: int = 0) -> None:
         self.width_of, self.layers = tuple(width_of), layers
+        self.kinds: tuple[Tensor, ...] = ()
         self.on = False
         """Tokens that are computed now will be trained with the same weights."""
         self.first = self.next = 0
@@ -62,7 +63,7 @@ class Activations:
 
         Raises OSError where there are no addresses for it; then nothing is kept."""
         self.forget()
-        self.rows, self.kinds = 0, tuple[Tensor, ...]()
+        self.rows, self.kinds = 0, ()
         if rows:
             self.kinds = tuple(_zeros(self.layers, rows, width) for width in self.width_of)
         self.rows = rows
