@@ -184,6 +184,11 @@ def test_a_share_parts_the_rows_in_two(rows, share):
     assert abs(len(held) - share * rows) <= 1
 
 
+def test_a_share_is_the_decimal_that_was_given():
+    rows = tuple({"prompt": str(i)} for i in range(100))
+    assert len(read_rows(SourceConfig(rows=rows, limit=0.29))) == 29  # 0.29 * 100 is 28.999999999999996
+
+
 @given(rows=st.integers(2, 30), held=st.integers(1, 30))
 def test_negative_numbers_count_from_the_end_as_in_a_slice(rows, held):
     given_rows = tuple({"prompt": str(i)} for i in range(rows))

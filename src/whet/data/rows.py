@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from typing import Any
 
 from whet import seeds
@@ -88,8 +89,8 @@ def _end(limit: float | None, begin: int, rows: int) -> int:
 
 
 def _count(amount: float, rows: int) -> int:
-    """A number of rows, or a share of them: rounded down, but at least one and not all."""
-    return amount if isinstance(amount, int) else max(1, min(rows - 1, int(amount * rows)))
+    """A number of rows, or a share of them: rounded down, but at least one and not all. 0.29 of 100 rows are 29."""
+    return amount if isinstance(amount, int) else max(1, min(rows - 1, int(Fraction(str(amount)) * rows)))
 
 
 def _reasoning_gym(cfg: ReasoningGymArguments, limit: int | None) -> FileRows:
