@@ -251,7 +251,7 @@ def share_activations(context: Context, models: Models, explorer: Explorer, lear
         return
     try:
         kept.resize(rows)
-    except OSError as error:  # of addresses (ulimit -v): the memory itself is taken as tokens come
+    except MemoryError as error:  # of addresses (ulimit -v): the memory itself is taken as tokens come
         log.warning("the update computes again what sampling has computed: %s", error)
         return
     explorer.keeping = engine.keeping

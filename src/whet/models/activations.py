@@ -12,11 +12,7 @@ Shape letters: L layers, C rows of the memory, W numbers of a kind, N tokens of 
 
 from __future__ import annotations
 
-import math
-import mmap
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -26,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whet.models.lazy_memory import lazy_zeros
 from whet.models.segments import Segments
 
 
@@ -63,11 +60,12 @@ class Activations:
         """Make room for so many tokens, in place of what there was; 0: nothing is kept from here on. Memory that no
         token has reached is not taken.
 
-        Raises OSError where there are no addresses for it; then nothing is kept."""
+        Raises MemoryError where there are no addresses for it; then nothing is kept."""
         self.forget()
         self.rows, self.kinds = 0, ()
         if rows:
-            self.kinds = tuple(_zeros(self.layers, rows, width) for width in self.width_of)
+            shapes = ((self.layers, rows, width) for width in self.width_of)
+            self.kinds = tuple(lazy_zeros(shape, dtype=torch.float32) for shape in shapes)
         self.rows = rows
 
     # -- while sampling
@@ -112,21 +110,6 @@ class Activations:
         if rows.min() < 0:
             return None
         return PackedActivations(self.kinds, torch.from_numpy(rows))
-
-
-def _zeros(*shape: int) -> Tensor:
-    """Each page is taken when it is first written, and all are given back with the tensor. malloc keeps what is freed
-    (`environment.keep_memory`), and would take all of it at once to write the zeros."""
-    size = math.prod(shape) * torch.float32.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _LARGE and sys.platform == "linux":  # measured: up to 4 % of a step of a small model
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
-
-
-_LARGE = 4 << 20
-"""Bytes from which on huge pages are used, as numpy does."""
 
 
 def _key(tokens: np.ndarray) -> bytes:

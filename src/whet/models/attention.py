@@ -9,12 +9,10 @@ Shape letters: N packed tokens, B rows of the cache, H query heads, K key/value 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +20,7 @@ from whet.models.activations import KnownOutputs, LayerOutput
 from whet.models.compiled import attend_and_lse
 from whet.models.compiled_layers import CachedTokens
 from whet.models.kernels import Ops
+from whet.models.lazy_memory import lazy_zeros
 from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import PAGE, Weighing, cache_dtype
 from whet.types import ConfigError
@@ -104,12 +103,10 @@ class KvCache:
 
 
 def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.zeros; on a CPU without writing them, so that pages that are never used take no memory."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return (
-        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-    )
+    """torch.zeros; on a CPU pages that are never used take no memory."""
+    if device.type == "cpu":
+        return lazy_zeros(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, eq=False)
