@@ -247,7 +247,7 @@ class Jail:
         while self._pending:
             try:
                 async with asyncio.timeout(self.patience_s):
-                    data = await loop.sock_recv(self._channel, 1 << 20)
+                    data = await loop.sock_recv(self._channel, frames.READ_BYTES)
             except TimeoutError:
                 self._control.send(nursery.KILL)
                 data = b""

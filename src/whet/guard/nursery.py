@@ -262,7 +262,7 @@ class Nursery:
 
     def hear_run(self) -> None:
         try:
-            data = self.run.recv(1 << 20)
+            data = self.run.recv(frames.READ_BYTES)
         except OSError:
             data = b""
         self.open = bool(data)
@@ -393,7 +393,7 @@ class Nursery:
         if w not in self.workers:  # an earlier event of this round ended it
             return None
         try:
-            data = w.channel.recv(1 << 20)
+            data = w.channel.recv(frames.READ_BYTES)
         except OSError:
             data = b""
         if not data:
