@@ -243,6 +243,20 @@ def test_rejected_rollouts_are_skipped() -> None:
     assert without_R.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("loss", [name for name, row in ROWS.items() if row.skips == "no advantage"])
+def test_a_rejected_token_may_push_the_others_of_its_rollout(loss: str) -> None:
+    """The only advantage of the first rollout stands at a token that is rejected, and still counts in denominators."""
+    algorithm = made(loss, "grpo", "token-mean")
+    assert algorithm is not None
+    batch = make_batch([["paaa", "paa", "paa"]])
+    first_N = torch.arange(batch.tokens) == 1
+    adv_N = torch.where(batch.rollout_N == 0, 0.0, 1.0).double() + first_N
+    batch = replace(batch, adv_N=adv_N * batch.mask_N, correction_N=torch.where(first_N, 0.0, 1.0).double())
+    batch = replace(batch, weight_N=weights(batch, "token-mean", norm_tokens=8))
+    without_R = without_effect(batch, batch.weight_N, skips="no advantage")  # type: ignore[arg-type]
+    assert out_of_it(algorithm.loss, batch, logp_now(batch, scale=0.1), without_R)
+
+
 # ---------------------------------------------------------------- marks
 
 

@@ -87,18 +87,21 @@ def _asks_first(r: Resolved) -> str:
 
 
 def without_effect(batch: Batch, weight_N: Tensor, *, skips: Skips) -> Tensor:
-    """[R] bool: the rollout has no effect on the gradient. weight_N: as for one minibatch; only zeros matter."""
+    """[R] bool: the rollout has no effect on the gradient. weight_N: as for one minibatch; only zeros matter.
+
+    Advantages and weights are looked at one after the other: a loss may give a token the mean advantage of its rollout.
+    """
     if skips == "nothing":
         return torch.zeros_like(batch.stopped_R)
-    acts_N = batch.mask_N & (weight_N != 0)
-    if skips == "no advantage":
-        pushes_N = need(batch.adv_N, "batch.adv_N") != 0
-        if batch.correction_N is not None:
-            pushes_N &= batch.correction_N != 0
-        if batch.expert_R is not None:
-            pushes_N |= batch.expert_R[batch.rollout_N]
-        acts_N &= pushes_N
-    return batch.sum_R(acts_N.long()) == 0
+    acts_N = weight_N != 0
+    if skips == "no weight":
+        return batch.sum_R(acts_N.long()) == 0
+    pushes_N = need(batch.adv_N, "batch.adv_N") != 0
+    if batch.expert_R is not None:
+        pushes_N |= batch.expert_R[batch.rollout_N]
+    if batch.correction_N is not None:
+        acts_N &= batch.correction_N != 0
+    return (batch.sum_R(acts_N.long()) == 0) | (batch.sum_R(pushes_N.long()) == 0)
 
 
 def skip(batch: Batch, without_R: Tensor, minibatches: Iterable[Tensor]) -> Batch:
