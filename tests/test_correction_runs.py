@@ -117,11 +117,35 @@ def test_reset_of_the_reference_may_begin_the_optimizer_anew(tmp_path: Path) -> 
 
 def test_a_soft_reference_by_hand() -> None:
     own, other = torch.tensor([1.0, -2.0]), torch.tensor([3.0, 2.0])
-    assert mix(own, other, 0.6).tolist() == pytest.approx([2.2, 0.4])
-    assert mix(own, other, 1.0) is other
-    half = mix(own.bfloat16(), other.bfloat16(), 0.3)
-    assert half.dtype == torch.bfloat16
-    assert half.tolist() == (own * 0.7 + other * 0.3).bfloat16().tolist(), "rounded once"
+    assert mix(own, other, 0.6, key=0).tolist() == pytest.approx([2.2, 0.4])
+    assert mix(own, other, 1.0, key=0) is other
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_soft_reference_in_half_precision_follows_small_steps(dtype: torch.dtype, sign: int) -> None:
+    """Rounded to the nearest, a twentieth of a difference of two of the dtype's steps would move no weight, ever."""
+    step = 2 * torch.finfo(dtype).eps
+    own, other = (torch.full((8192,), x, dtype=dtype) for x in (sign * 1.0, sign * (1.0 + step)))
+    for version in range(20):
+        own = mix(own, other, 0.05, key=version)
+        left = float((other.double() - own.double()).mean()) / (sign * step)
+        assert left == pytest.approx(0.95 ** (version + 1), abs=0.03)
+    assert own.dtype == dtype
+    assert torch.equal(mix(other, other, 0.05, key=0), other), "nothing to round"
+
+
+def test_the_rounding_of_a_soft_reference_follows_from_the_version() -> None:
+    def mixed(version: int) -> torch.Tensor:
+        policy, reference = (
+            TorchEngine(tiny_model(seed=n).bfloat16(), OPS, cut=MicroBatchPolicy()) for n in range(2)
+        )
+        policy.version = version
+        reference.copy_from(policy, 0.05)
+        return torch.cat([p.flatten() for _, p in reference.weights()])
+
+    assert torch.equal(mixed(1), mixed(1))
+    assert not torch.equal(mixed(1), mixed(2))
 
 
 def test_a_soft_reference_stays_behind_and_a_stopped_run_goes_on_with_it(tmp_path: Path) -> None:

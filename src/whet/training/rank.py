@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from whet import seeds
 from whet.config.schema import ProfileConfig
 from whet.guard import pulse
 from whet.guard.imports import import_all
@@ -233,17 +234,19 @@ class _Rank:
         return memory_peaks()
 
     @torch.no_grad()
-    def load(self, name: str, path: str, share: float) -> None:
-        """What is saved there, or this share of it beside the weights as they are."""
+    def load(self, name: str, path: str, share: float, version: int) -> None:
+        """What is saved there, or this share of it beside the weights as they are. version: of what is saved."""
         engine = self.engines[name]
         named = list(learned(engine.module)) if share < 1 else []
         before = [engine.across.get(n, p).clone() for n, p in named]
         engine.load(Path(path))
         for own, (n, p) in zip(before, named, strict=True):
-            engine.across.put(n, p, mix(own, engine.across.get(n, p), share))
+            key = seeds.key("mix", n, version)
+            engine.across.put(n, p, mix(own, engine.across.get(n, p), share, key=key))
         refresh(engine.module)
 
-    def copy(self, name: str, other: str, share: float) -> None:
+    def copy(self, name: str, other: str, share: float, version: int) -> None:
+        self.engines[other].version = version
         self.engines[name].copy_from(self.engines[other], share)
 
     def forget(self, name: str) -> None:

@@ -429,15 +429,15 @@ class RankGroup:
     def load(self, path: Path) -> None:
         self._load(path)
 
-    def _load(self, path: Path, share: float = 1.0) -> None:
+    def _load(self, path: Path, share: float = 1.0, version: int = 0) -> None:
         with self.ranks.lines.carried(path) as there:
-            self._ask("load", each=[(each, share) for each in there])
+            self._ask("load", each=[(each, share, version) for each in there])
         self._stale = self._replaced = True
 
     def copy_from(self, other: RankGroup | TorchEngine, share: float = 1.0) -> None:
         """Take another model's weights, or this share of them; through this process, if it is in other ones."""
         if isinstance(other, RankGroup) and other.ranks is self.ranks:
-            self._ask("copy", other.role, share)
+            self._ask("copy", other.role, share, other.version)
             self._stale = self._replaced = True
             return
         theirs = learned(other.module) if adapted(self._module) else other.weights()
@@ -445,7 +445,7 @@ class RankGroup:
             tensors = {name: x.detach().cpu().contiguous() for name, x in theirs}
             own = {name for name, _ in learned(self._module)}
             save_file({n: x for n, x in tensors.items() if n in own}, folder / "model.safetensors")
-            self._load(folder, share)
+            self._load(folder, share, other.version)
 
     def forget(self) -> None:
         self._ask("forget")

@@ -293,7 +293,8 @@ class TorchEngine:
         theirs = dict(learned(other.module) if adapted(self.module) else other.weights())
         across = other.across if isinstance(other, TorchEngine) else Alone()  # ranks give whole weights
         for name, p in learned(self.module):
-            self.across.put(name, p, mix(self.across.get(name, p), across.get(name, theirs[name]), share))
+            own, key = self.across.get(name, p), seeds.key("mix", name, other.version)
+            self.across.put(name, p, mix(own, across.get(name, theirs[name]), share, key=key))
         refresh(self.module)
 
     def forget(self) -> None:
