@@ -119,6 +119,7 @@ def test_it_prints():
         ("train=3", "train is a section"),
         ("train.steps=[", "train.steps=[: not valid YAML"),
         ("data.order=bogus", "data.order: 'bogus' is not known"),
+        ("model.scratch=mine.py:f", "model.scratch: 'mine.py:f' is not known; known: llama, "),
         ("algorithm.mix.loss=gspo", "algorithm.mix.loss: 'gspo' is not known"),
         ("algorithm.loss={name: gspo, clip_low: x}", 'algorithm.loss.clip_low: got "x", expected a number'),
         ("rollout.engine=vlm", "rollout.engine: 'vlm' is not known; did you mean 'vllm'?"),

@@ -354,6 +354,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["algorithm.entropy_control={min: 0.3, max: 0.2}"], "0.3 is above max=0.2; lower it, or raise max"),
         (["algorithm.entropy_control={target: 0}"], "algorithm.entropy_control.target: got 0, expected a number > 0"),
         (["algorithm.entropy_clip='mine.py:f'"], "'mine.py:f' is not known; known: batch, vocabulary"),
+        (["model.scratch='mine.py:f'"], "'mine.py:f' is not known; known: llama, "),
         (["train.optimizer.schedule.warmup_steps=1.5"],
          "got 1.5, expected a whole number >= 0 or a number >= 0 and < 1"),
         (["train.optimizer.schedule.warmup_ratio=0.1"], "did you mean train.optimizer.schedule.warmup_steps?"),

@@ -16,9 +16,9 @@ from whet.config import (
     scratch,
     simulated,
 )
-from whet.config.chosen import chosen, setting_problems
+from whet.config.chosen import setting_problems
 from whet.config.evaluation import (
-    all_asked,
+    all_sampling,
     eval_problems,
     observation_tokens,
     reply_tokens,
@@ -29,7 +29,7 @@ from whet.config.evaluation import (
 from whet.config.functions import ORDERS, PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
-from whet.config.recipes import ELSEWHERE, Problem, Resolved, examined, is_optional
+from whet.config.recipes import Problem, Resolved, elsewhere, examined, is_optional
 from whet.config.schema import Config
 from whet.config.sizes import shape
 from whet.config.sources import (
@@ -75,7 +75,6 @@ def hard_problems(cfg: Config) -> list[Problem]:
 
 def _priority(cfg: Config) -> Iterator[Problem]:
     """Of groups that are trained on again."""
-    own, _ = ELSEWHERE[PRIORITY]
     replay = cfg.buffer.replay
     if isinstance(replay.cooldown, str) and not replay.queue:
         yield (
@@ -83,8 +82,7 @@ def _priority(cfg: Config) -> Iterator[Problem]:
             f"{replay.cooldown}: buffer.replay.queue is false, so the step determines which groups are drawn; give a "
             "number of steps",
         )
-    made = chosen(replay.priority, PRIORITIES, own)
-    yield from setting_problems(PRIORITY, made, PRIORITIES)
+    yield from setting_problems(PRIORITY, elsewhere(PRIORITY, replay.priority), PRIORITIES)
 
 
 # ---------------------------------------------------------------- problems
@@ -150,8 +148,7 @@ def check_stop_tokens(stages: Sequence[Config], vocab_size: int) -> None:
 
 def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
     """End tokens outside the vocabulary. vocab_size: None where it is not known."""
-    asked = {key: how.sampling for key, how in all_asked(cfg).items()}
-    for key, sampling in {"rollout": cfg.rollout.sampling, **asked}.items():
+    for key, sampling in all_sampling(cfg).items():
         beyond = [i for i in sampling.stop_token_ids if not 0 <= i < (vocab_size or 2**31)]
         if beyond and (key == "rollout" or sampling.stop_token_ids != cfg.rollout.sampling.stop_token_ids):
             yield (
@@ -163,8 +160,7 @@ def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
 
 def _batch(cfg: Config, algorithm: Resolved | None) -> Iterator[Problem]:
     yield from train_problems(cfg, algorithm)
-    asked = {key: how.sampling for key, how in all_asked(cfg).items()}
-    for key, sampling in {"rollout": cfg.rollout.sampling, **asked}.items():
+    for key, sampling in all_sampling(cfg).items():
         at = f"{key}.sampling"
         if sampling.min_tokens > sampling.max_tokens:
             yield f"{at}.min_tokens", f"{sampling.min_tokens} is more than max_tokens={sampling.max_tokens}"

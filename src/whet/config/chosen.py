@@ -12,7 +12,19 @@ from typing import Any
 
 from whet.config.faults import argument_problems
 from whet.config.functions import Function
-from whet.tables import near, unknown
+from whet.tables import near, not_known, unknown
+
+OURS_ALONE = (
+    *(
+        "model.scratch",
+        "model.mtp",
+        "algorithm.resample",
+        "algorithm.groups.uniform",
+        "algorithm.entropy_control",
+    ),
+    *("algorithm.entropy_clip", "algorithm.oversample", "algorithm.mix.mu_schedule"),
+)
+"""Keys that cannot name functions of the user's."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +72,12 @@ def _listed(value: Any, *, like: object) -> Any:
 def setting_problems(key: str, made: Chosen, table: Mapping[str, Function]) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of a name that is unknown, of settings that no name has, and of values that the
     chosen one cannot take."""
-    if made.is_own:
-        return
     if not made.name:
         yield f"{key}.name", f"must be given: {', '.join(table)}"
         return
-    if wrong := unknown(table, made.name):
-        yield key, wrong
+    if made.name not in table:
+        if wrong := not_known(made.name, table) if key in OURS_ALONE else unknown(table, made.name):
+            yield key, wrong
         return
     section = table[made.name].settings
     known = _settings_of_all(table)

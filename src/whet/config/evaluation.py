@@ -75,6 +75,11 @@ def all_asked(cfg: Config) -> dict[str, EvalSampling]:
     return {"eval": EvalSampling(cfg.eval.samples, eval_sampling(cfg))} | own
 
 
+def all_sampling(cfg: Config) -> dict[str, SamplingConfig]:
+    """Every way of sampling, by the section that says it: that of training, and those of evaluation."""
+    return {"rollout": cfg.rollout.sampling, **{key: how.sampling for key, how in all_asked(cfg).items()}}
+
+
 def reply_tokens(cfg: Config) -> int:
     """The longest reply that evaluation may ask for; 0 where it asks for none."""
     return max(how.sampling.max_tokens for how in all_asked(cfg).values()) if judges(cfg) else 0

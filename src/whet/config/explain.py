@@ -198,10 +198,12 @@ def _of_table(path: keys.Path, given: Json) -> tuple[tuple[str, str], ...]:
     """The settings of a function that a key names; none of one of the user's, or where a table gives no name."""
     table = keys.TABLES[path]
     made = chosen(given, table, own="")
-    if made.is_own or not made.name:
+    if not made.name:
         return ()
     for at, wrong in setting_problems(dotted(path), made, table):
         raise ConfigError(f"{at}: {wrong}")
+    if made.is_own:
+        return ()
     has = dict(keys.settings_of(path))[made.name]
     told = ((k.path[-1], f"{default_of(k)}  {' '.join(k.description.split())}") for k in has)
     return tuple(told) or (("settings", "none"),)

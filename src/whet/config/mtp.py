@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from whet.config.chosen import Chosen, chosen, setting_problems
+from whet.config.chosen import Chosen, setting_problems
 from whet.config.functions import MTP_LOSSES
-from whet.config.recipes import ELSEWHERE
+from whet.config.recipes import elsewhere
 from whet.config.schema import ModelConfig
-from whet.tables import not_known
 from whet.types import Json
 
 KEY = "model.mtp"
@@ -44,7 +43,7 @@ def _number(name: str) -> int:
 
 def mtp_of(model: ModelConfig) -> Chosen | None:
     """What the layers learn; None: the model has none."""
-    return None if model.mtp is None else chosen(model.mtp, MTP_LOSSES, ELSEWHERE[KEY][0])
+    return None if model.mtp is None else elsewhere(KEY, model.mtp)
 
 
 def wanted(model: ModelConfig, config: Mapping[str, Json]) -> int:
@@ -64,7 +63,5 @@ def said(config: Mapping[str, Json]) -> int:
 def problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it)."""
     made = mtp_of(model)
-    if made is not None and made.is_own:
-        yield KEY, not_known(made.name, MTP_LOSSES)
-    elif made is not None:
+    if made is not None:
         yield from setting_problems(KEY, made, MTP_LOSSES)

@@ -219,6 +219,11 @@ ELSEWHERE: dict[str, Own] = {
 """Keys outside the algorithm that hold a name or a table of settings."""
 
 
+def elsewhere(key: str, value: str | Mapping[str, Any] | None) -> Chosen:
+    """What is chosen at one of these keys."""
+    return chosen(value, FUNCTIONS[key], ELSEWHERE[key][0])
+
+
 def _own(recipe: Recipe, *, mixes: bool) -> dict[str, Own]:
     """The same of an algorithm's keys."""
     return {
@@ -245,17 +250,6 @@ def is_optional(path: Path) -> bool:
     key = lookup(path)
     is_section = key is not None and key.section is not None and key.default is None and not key.required
     return is_section or ".".join(map(str, path)) in _NOT_GIVEN
-
-
-OURS_ALONE = (
-    "resample",
-    "groups.uniform",
-    "entropy_control",
-    "entropy_clip",
-    "oversample",
-    "mix.mu_schedule",
-)
-"""Parts of an algorithm that cannot be functions of the user's."""
 
 
 def _parts(cfg: AlgorithmConfig, recipe: Recipe) -> dict[str, Chosen]:
@@ -307,11 +301,8 @@ def _placed(tree: Json, path: Path, value: Json) -> Json:
 def settings_problems(cfg: AlgorithmConfig) -> Iterator[Problem]:
     """(key, what is wrong with it) of the names of parts and of their settings."""
     for part, made in _parts(cfg, RECIPES[cfg.name]).items():
-        table = FUNCTIONS[f"algorithm.{part}"]
-        if part in OURS_ALONE and made.name and made.name not in table:
-            yield f"algorithm.{part}", not_known(made.name, table)
-        else:
-            yield from setting_problems(f"algorithm.{part}", made, table)
+        key = f"algorithm.{part}"
+        yield from setting_problems(key, made, FUNCTIONS[key])
 
 
 def _term_needs(cfg: AlgorithmConfig, settings: Mapping[str, Chosen]) -> frozenset[Need]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from whet.config.chosen import Chosen, chosen, setting_problems
+from whet.config.chosen import Chosen, setting_problems
 from whet.config.functions import ARCHITECTURES
-from whet.config.recipes import ELSEWHERE
+from whet.config.recipes import elsewhere
 from whet.config.schema import ModelConfig
 from whet.types import Json
 
@@ -15,7 +15,7 @@ KEY = "model.scratch"
 
 def architecture(model: ModelConfig) -> Chosen:
     """The family of a new model, and its sizes as they are given."""
-    return chosen(model.scratch, ARCHITECTURES, ELSEWHERE[KEY][0])
+    return elsewhere(KEY, model.scratch)
 
 
 def config_json(model: ModelConfig) -> dict[str, Json]:

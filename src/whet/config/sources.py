@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from whet.config.chosen import Chosen, chosen
+from whet.config.chosen import Chosen
 from whet.config.engines import NO_STOP, SERVED
 from whet.config.evaluation import merged, reward_weights
 from whet.config.faults import argument_problems
-from whet.config.functions import ORDERS
 from whet.config.judges import JUDGES
-from whet.config.recipes import ELSEWHERE, kind_of
+from whet.config.recipes import elsewhere, kind_of
 from whet.config.schema import (
     Config,
     DataConfig,
@@ -31,7 +30,7 @@ PARTS = ("train", "eval", "demonstrations")
 
 def order_of(data: DataConfig) -> Chosen:
     """The order of the rows of training sources."""
-    return chosen(data.order, ORDERS, ELSEWHERE["data.order"][0])
+    return elsewhere("data.order", data.order)
 
 
 def order_of_demonstrations(data: DataConfig) -> Chosen:
