@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from whet.config.conditions import in_words, no
 from whet.config.explain import default_of
 from whet.config.facts import NAMED
-from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, keys, settings_of
+from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, inside, keys, settings_of
 from whet.config.rules import NOTED, REFUSED, UNUSED, Rule
 from whet.config.schema import Section
 from whet.dialects.report import cell
@@ -46,14 +46,14 @@ def markdown() -> str:
     for key in keys().values():
         if key.section and homes[key.section] == key.path:
             parts += [
-                f"{'#' * (1 + len(key.path))} `{dotted(_home(key))}`\n",
+                f"{'#' * (1 + len(key.path))} `{dotted(inside(key))}`\n",
                 f"{cell(key.section.__doc__ or '')}\n",
             ]
             twins = [k for k in keys().values() if k.section is key.section and k.path != key.path]
-            also = [f"`{dotted(_home(k))}`" for k in twins if k.path[-1] != "*"]
+            also = [f"`{dotted(inside(k))}`" for k in twins if k.path[-1] != "*"]
             if also:
                 parts.append(f"The same keys: {', '.join(also)}.\n")
-            parts.append(_table(_home(key), homes))
+            parts.append(_table(inside(key), homes))
     for path in TABLES:
         parts += [f"## Settings of `{dotted(path)}`\n", _settings(path)]
     parts += [
@@ -132,18 +132,13 @@ def _homes() -> dict[type[Section], tuple[str, ...]]:
     return found
 
 
-def _home(key: Key) -> tuple[str, ...]:
-    """The path under which a section's keys lie."""
-    return (*key.path, "*") if (*key.path, "*") in keys() else key.path
-
-
 def _table(above: tuple[str, ...], homes: dict[type[Section], tuple[str, ...]]) -> str:
-    inside = (key for key in keys().values() if key.path[:-1] == above and key.path[-1] != "*")
+    own = (key for key in keys().values() if key.path[:-1] == above and key.path[-1] != "*")
     return _rows(
         ("key", "type", "default", "meaning"),
         (
             (f"`{key.path[-1]}`", _type(key, homes), cell(_code(default_of(key))), cell(key.description))
-            for key in inside
+            for key in own
         ),
     )
 
@@ -155,9 +150,8 @@ def _code(default: str) -> str:
 def _type(key: Key, homes: dict[type[Section], tuple[str, ...]]) -> str:
     if key.section is None:
         return cell(key.words)
-    home = homes[key.section]
-    home = (*home, "*") if (*home, "*") in keys() else home
-    anchor = "".join(c for c in dotted(home).lower() if c.isalnum() or c in "_-")
+    home = dotted(inside(keys()[homes[key.section]]))
+    anchor = "".join(c for c in home.lower() if c.isalnum() or c in "_-")
     what = "sections" if (*key.path, "*") in keys() else "section"
     return f"[{what}](#{anchor})"
 

@@ -126,13 +126,6 @@ def eval_problems(cfg: Config) -> Iterator[tuple[str, str]]:
                 f"{how.samples} greedy replies to a task are all the same; set {key}.sampling.temperature, "
                 f"or {key}.samples to 1",
             )
-    for n, source in enumerate(cfg.data.eval):
-        if judges(cfg) and source.rewards and not reward_weights(cfg).keys() & set(source.rewards):
-            judging = ", ".join(reward_weights(cfg))
-            yield (
-                f"data.eval[{n}].rewards",
-                f"none of them is among those that evaluation judges by: {judging}",
-            )
     for name, own in cfg.eval.sources.items() if cfg.rollout.engine in SERVED else ():
         if own.sampling is not None and own.sampling.stop:
             yield f"eval.sources.{name}.sampling.stop", NO_STOP.format(f"eval.sources.{name}")

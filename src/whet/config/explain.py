@@ -75,7 +75,7 @@ def explain(key: str) -> Explanation:
     rows = tuple(
         (k.path[-1], "section" if k.section else k.words, default_of(k), first_sentence(k))
         for k in keys.keys().values()
-        if found.section and k.path[:-1] == _inside(found) and k.path[-1] != "*"
+        if found.section and k.path[:-1] == keys.inside(found) and k.path[-1] != "*"
     )
     varies = found.path[0] in STAGE_SECTIONS
     return Explanation(
@@ -143,11 +143,6 @@ def _with_entries(path: keys.Path) -> keys.Path:
             full = (*full, "*")
         full = (*full, part)
     return full
-
-
-def _inside(key: Key) -> tuple[str, ...]:
-    """The path under which a section's keys lie."""
-    return (*key.path, "*") if lookup((*key.path, "*")) else key.path
 
 
 def _source(key: Key) -> str:

@@ -203,6 +203,11 @@ def is_list(key: Key) -> bool:
     return get_origin(key.annotation) is tuple and key.section is not None
 
 
+def inside(key: Key) -> tuple[str, ...]:
+    """The path under which a section's keys lie."""
+    return (*key.path, "*") if (*key.path, "*") in keys() else key.path
+
+
 def children(path: Iterable[str | int]) -> list[str]:
     """Names of the keys of the section at a path (of the whole config for the empty path)."""
     path = tuple(path)
