@@ -8,6 +8,9 @@ from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.typed import choose, number
 from whet.types import ConfigError, Json
 
+SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context"}
+"""What stands before `_parallel_size` in Megatron-LM's names, by dimension."""
+
 BY_LAYER = ("aux_loss", "global_aux_loss")
 """Load balancing over all tokens of a micro-batch, and over those of the batch so far."""
 KINDS = (*BY_LAYER, "seq_aux_loss", "sinkhorn", "none")

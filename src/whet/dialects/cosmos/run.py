@@ -58,9 +58,6 @@ def sync(values: Values) -> dict[str, Json]:
     }
 
 
-TURNS = "rollout.multi_turn_config."
-
-
 # ---------------------------------------------------------------- files and trackers
 
 

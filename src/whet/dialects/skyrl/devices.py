@@ -10,6 +10,7 @@ import math
 
 from whet.dialects import versions
 from whet.dialects.layout import APART, FileLayout, groups
+from whet.dialects.megatron import SIZES
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import SLEEP
 from whet.types import ConfigError, Json
@@ -120,16 +121,12 @@ def data_parallel(v: Values, role: str) -> int:
     """dp = P / the ranks that share a sequence or the weights, which must divide P."""
     P, keys = gpus(v, role), [f"trainer.{role}.sequence_parallel_size"]
     if is_megatron(v) and role == "policy":
-        keys = [f"{POLICY}.megatron_config.{kind}_parallel_size" for kind in MEGATRON.values()]
+        keys = [f"{POLICY}.megatron_config.{kind}_parallel_size" for kind in SIZES.values()]
     size = math.prod(v[key] for key in keys)
     if P % size:
         told = " * ".join(f"{key}={v[key]}" for key in keys)
         raise ConfigError(f"{told} must divide the {P} GPUs of the {role} ({PLACE}.{role}_num_*)")
     return P // size
-
-
-MEGATRON = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context"}
-"""Sizes of Megatron by their native names."""
 
 
 def layout(v: Values) -> Native:
@@ -143,7 +140,7 @@ def layout(v: Values) -> Native:
         return FileLayout(dp_shard=1, engines=engines, nodes=nodes).natives()
     if is_megatron(v):
         at = f"{POLICY}.megatron_config"
-        sizes = {dim: v[f"{at}.{kind}_parallel_size"] for dim, kind in MEGATRON.items()}
+        sizes = {dim: v[f"{at}.{kind}_parallel_size"] for dim, kind in SIZES.items()}
         ep = v[f"{at}.expert_model_parallel_size"]
         made = FileLayout(dp_shard=dp, ep=ep, engines=engines, nodes=nodes, **sizes)
         return (made.flat() if v.get("trainer.mtp.enabled") else made).natives()

@@ -5,7 +5,6 @@ Each function takes all values of a file and gives the native keys of one matter
 
 from __future__ import annotations
 
-from whet.config.faults import shown
 from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.skyrl.devices import (
@@ -144,17 +143,10 @@ def correction(v: Values) -> Native:
 
 
 def _weight(v: Values) -> Native:
-    """tis_ratio_type, or use_tis of older versions, which is the token's with a cap of its own."""
+    """By tis_ratio_type, or use_tis."""
     at, kind = "algorithm.correction.weight", v[f"{OFF}.tis_ratio_type"]
     if v[f"{A}.use_tis"]:
-        if kind is not None:
-            raise ConfigError(
-                f"{A}.use_tis and {OFF}.tis_ratio_type are the same setting: leave {A}.use_tis out"
-            )
-        cap = v[f"{A}.tis_imp_ratio_cap"]
-        if cap <= 0:
-            raise ConfigError(f"{A}.use_tis needs {A}.tis_imp_ratio_cap > 0, got {shown(cap)}")
-        return {at: "token", f"{at}.high": cap}
+        return {at: "token", f"{at}.high": v[f"{A}.tis_imp_ratio_cap"]}
     return {} if kind is None else {at: kind, f"{at}.high": v[f"{OFF}.{kind}_tis_ratio_clip_high"]}
 
 

@@ -118,7 +118,7 @@ def _check_schedule(v: Values, key: str) -> None:
 
 def routers(v: Values) -> Native:
     """Terms of the loss for Megatron's routers."""
-    return router_terms(v, f"{POLICY}.megatron_config") if is_megatron(v) else NOTHING
+    return router_terms(v, f"{POLICY}.megatron_config")
 
 
 # ---------------------------------------------------------------- adapters

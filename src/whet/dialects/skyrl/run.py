@@ -71,8 +71,6 @@ VERIFIERS = {
     "lcb": ("code", "reward_spec.ground_truth"),
 }
 """Environments of SkyRL-Gym that judge a single reply by its text: (the reward, the column of the answer)."""
-RUN_CODE = ("searchcode", "rlm")
-"""Environments of SkyRL-Gym that run what the policy writes as a program, with the rights of the run."""
 OF_PROGRAMS: Native = {
     "rewards.lcb.arguments": {
         "timeout_s": 6,
@@ -95,19 +93,13 @@ def environment(v: Values) -> Native:
     if is_trial(v):
         return {"rewards.made_up.function": "whet.rewards.made_up:coin"}
     name = v["environment.env_class"]
-    mine = isinstance(name, str) and ":" in name
     if name in VERIFIERS:  # over after one reply, whatever max_turns says
         more = OF_PROGRAMS if name == "lcb" else {}
         return {f"rewards.{name}.function": VERIFIERS[name][0], **more, **_overlong(v, name)}
-    if mine and not several_turns(v):
-        return {"rewards.score.function": name, **_overlong(v, "score")}
-    if mine or name in PLAYED:
+    if plays(v):
         return _played(v, name)
-    if name in RUN_CODE:
-        raise NotSupportedYet(
-            f"environment.env_class={name}: it runs what the policy writes as a program, with the rights of the run; "
-            "write an environment that does so in a sandbox (docs/environments.md)"
-        )
+    if _is_mine(name):
+        return {"rewards.score.function": name, **_overlong(v, "score")}
     raise NotSupportedYet(
         f"environment.env_class={shown(name)}: a name that your own code registers, which is not read. By name: "
         f"{', '.join((*VERIFIERS, *PLAYED))}. Of yours: environment.env_class=path/to/file.py:name of a reward "
@@ -115,14 +107,19 @@ def environment(v: Values) -> Native:
     )
 
 
+def _is_mine(name: Json) -> bool:
+    return isinstance(name, str) and ":" in name
+
+
+def plays(v: Values) -> bool:
+    """Whether an environment of SkyRL-Gym's shape plays: one that is played by its own code, or a class of yours."""
+    name = v["environment.env_class"]
+    return not is_trial(v) and (name in PLAYED or (_is_mine(name) and several_turns(v)))
+
+
 def _played(v: Values, name: str) -> Native:
     """An environment of SkyRL-Gym's shape. max_generate_length is for each turn, and a turn whose input is longer than
     max_input_length is not sampled."""
-    if v[f"{A}.overlong_buffer_len"] is not None:
-        raise NotSupportedYet(
-            f"{A}.overlong_buffer_len={v[f'{A}.overlong_buffer_len']} with environment.env_class={name} is coming, not "
-            "built yet: the penalty is one of replies of one turn"
-        )
     own = (v["environment.skyrl_gym.*"] or {}).get(name) or {}
     return {
         "rollout.env.make": "whet.envs.skyrl_gym:make",
@@ -138,25 +135,9 @@ def _played(v: Values, name: str) -> Native:
 def _history(v: Values) -> str:
     """Whether turns are messages, and whether what was thought earlier stays in them."""
     if not v["generator.use_conversation_multi_turn"]:
-        if v["generator.step_wise_trajectories"]:
-            raise ConfigError(
-                "generator.step_wise_trajectories=true needs generator.use_conversation_multi_turn=true"
-            )
         return "inline"
-    if v["generator.step_wise_trajectories"]:
-        kind = v[f"{A}.loss_reduction"]
-        if has_critic(v) or kind != "token_mean":
-            raise NotSupportedYet(
-                "generator.step_wise_trajectories=true trains every turn as a sequence of its own. Here a rollout is "
-                f"one sequence, which is the same with {A}.loss_reduction=token_mean and without a critic alone"
-            )
-        return "template"
-    if not v["generator.append_eos_token_after_stop_str_in_multi_turn"] and v[f"{TRAIN}.stop"]:
-        raise ConfigError(
-            "generator.append_eos_token_after_stop_str_in_multi_turn=false: a message that a stop text ends is closed "
-            "as the chat template closes it; leave it out, or set generator.use_conversation_multi_turn=false"
-        )
-    return "template" if v["generator.chat_template.name_or_path"] == BUILT_IN_TEMPLATES[1] else "append"
+    drops_thoughts = v["generator.chat_template.name_or_path"] == "qwen3_without_thinking"
+    return "template" if v["generator.step_wise_trajectories"] or drops_thoughts else "append"
 
 
 def _overlong(v: Values, judge: str) -> Native:
@@ -334,9 +315,6 @@ def proxy(v: Values) -> Json:
 
 def _address(url: str) -> str:
     return url if "://" in url else f"http://{url}"
-
-
-BUILT_IN_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
 
 
 # ---------------------------------------------------------------- checkpoints and tracking

@@ -69,11 +69,7 @@ routers = _asked("optimizers.routers")
 layout = _asked("devices.layout")
 sharding = _asked("devices.sharding")
 profile = _asked("devices.profile")
-
-
-def offload(v: Values) -> Native:
-    """cpu_offload: weights and moments. Moments that rest after a step make room for engines, and there are none."""
-    return devices.offload(as_rl(v))
+offload = _asked("devices.offload")
 
 
 def is_megatron(v: Values) -> bool:

@@ -43,7 +43,6 @@ from whet.dialects.trinity.values import (
     text,
     training,
 )
-from whet.dialects.versions import since
 from whet.types import ConfigError
 
 ENGINE = "explorer.rollout_model"
@@ -51,22 +50,15 @@ RATIO = "explorer.over_rollout.ratio"
 
 # ---------------------------------------------------------------- how much
 
-MODES = ("both", "train", "explore", "bench", "colocate", "serve")
+
+MODES = {"both": "both", "train": "train", "explore": "explore", "bench": "eval", "colocate": "both"}
 
 
 def mode(values: Values) -> Native:
-    """The processes of a run. What learns from a file does not explore: there it is train, in one process."""
-    wanted, name = str(values["mode"]), values["algorithm.algorithm_type"]
-    known_as(wanted, dict.fromkeys(MODES[:5]), key="mode", coming=MODES[5:])
-    if online(values):
-        return {"mode": {"colocate": "both", "bench": "eval"}.get(wanted, wanted)}
-    if wanted == "bench":
-        raise NotSupportedYet(
-            f"mode: bench with {name} is coming, not built yet; `whet eval` evaluates its exports."
-        )
-    if wanted != "train":
-        raise ConfigError(f"mode: {name} learns from a file and does not explore; write mode: train.")
-    return {}
+    """The processes of a run."""
+    wanted = str(values["mode"])
+    known_as(wanted, MODES, key="mode", coming=("serve",))
+    return {"mode": MODES[wanted]}
 
 
 def apart(values: Values) -> bool:
@@ -461,7 +453,7 @@ def _trained_temperature(values: Values, sampled: list[float]) -> Native:
     that the first taskset's, 1 without one."""
     if values["mode"] in ("explore", "bench"):
         return {}
-    if since(values, "trinity", "0.6.0"):
+    if at_least(values, "0.6.0"):
         trained = values["model.temperature"]
     else:
         trained = sampled[0] if given(training(values)[0][0].get("path")) else 1.0

@@ -233,11 +233,6 @@ TRACKERS: dict[str, tuple[str, ...]] = {
 """Trackers with the arguments that each takes from a file."""
 
 _NATIVE = {"base_url": "wandb.settings.base_url", "uri": "mlflow.tracking_uri"}
-_SECRETS = {
-    "api_key": "WANDB_API_KEY or SWANLAB_API_KEY",
-    "username": "MLFLOW_TRACKING_USERNAME",
-    "password": "MLFLOW_TRACKING_PASSWORD",
-}
 
 
 def monitor(values: Values) -> Native:
@@ -263,12 +258,7 @@ def monitor(values: Values) -> Native:
 
 
 def secrets(values: Values) -> Native:
-    """Refuses keys and passwords without showing them."""
-    for name, variable in _SECRETS.items():
-        if text(values, f"{ARGS}.{name}") is not None:
-            raise ConfigError(
-                f"{ARGS}.{name}: secrets stay out of configs: leave it out and set {variable} in the environment."
-            )
+    """Refuses keys of operators without showing them."""
     at = "data_processor.task_pipeline.operators"
     for n, own in enumerate(entries(values, at)):
         if text(own, "args.api_key") is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from math import ceil
+from math import ceil, prod
 
 from whet.dialects.layout import FileLayout, groups
+from whet.dialects.megatron import SIZES
 from whet.dialects.mtp import learned, learns
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import kl, optimizer, schedule
@@ -19,6 +20,7 @@ from whet.dialects.trinity.values import (
     VERL_TRAINER,
     Native,
     agreed,
+    at_least,
     distills,
     entries,
     given,
@@ -28,7 +30,6 @@ from whet.dialects.trinity.values import (
     text,
 )
 from whet.dialects.uploads import place
-from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
 FSDP = f"{ACTOR}.fsdp_config"
@@ -52,8 +53,7 @@ def has_reference(values: Values) -> bool:
 
 def critic_warmup(values: Values) -> Native:
     """Trinity trains the policy in steps, counted from 1, that are not below this number."""
-    steps = values[f"{VERL_TRAINER}.critic_warmup"]
-    return {"critic.warmup_steps": max(steps - 1, 0)} if has_critic(values) else {}
+    return {"critic.warmup_steps": max(values[f"{VERL_TRAINER}.critic_warmup"] - 1, 0)}
 
 
 def critic(values: Values) -> Native:
@@ -146,7 +146,7 @@ def _tokens(values: Values) -> dict[str, int | None]:
     if has_critic(values):
         forward.append(told(f"{CRITIC}.forward_max_token_len_per_gpu", values[critics]) or trained)
     own = values["trainer.max_token_len_per_gpu"] or floor
-    if not since(values, "trinity", "0.6.0"):
+    if not at_least(values, "0.6.0"):
         own = max(own, floor)
     return {
         "actor": told(policys, 16384) or own,
@@ -209,11 +209,8 @@ def layout(values: Values) -> Native:
 
 def _megatron(values: Values, left: int) -> Native:
     """Megatron's sizes; what they leave over are data-parallel ranks, which share the optimizer's state."""
-    sizes = {
-        dim: values[f"{ACTOR}.megatron.{kind}_parallel_size"]
-        for dim, kind in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context"))
-    }
-    model = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    sizes = {dim: values[f"{ACTOR}.megatron.{kind}_parallel_size"] for dim, kind in SIZES.items()}
+    model = prod(sizes.values())
     if left % model:
         raise ConfigError(
             f"{ACTOR}.megatron: tensor, pipeline and context parallel sizes make {model} GPUs, which must divide the "
@@ -257,19 +254,6 @@ def copies(values: Values) -> Native:
     """Another place for checkpoints."""
     path = text(values, f"{VERL_TRAINER}.default_hdfs_dir")
     return {"checkpoint.upload_to": [place(path)]} if path else {}
-
-
-def resume(values: Values) -> Native:
-    """resume_mode where it is set, else continue_from_checkpoint."""
-    kind = text(values, f"{VERL_TRAINER}.resume_mode") or "auto"
-    key = f"{VERL_TRAINER}.resume_from_path"
-    path = text(values, key)
-    if kind == "resume_path" and path is None:
-        raise ConfigError(f"{key}: must be given with resume_mode: resume_path.")
-    if kind != "resume_path" and path is not None:
-        raise ConfigError(f"{key}: has no effect with resume_mode: {kind}; write resume_path.")
-    goes_on = kind == "auto" and values["continue_from_checkpoint"]
-    return {"checkpoint.resume": path or ("auto" if goes_on else "fresh")}
 
 
 def export(values: Values) -> Native:

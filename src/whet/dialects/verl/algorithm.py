@@ -9,7 +9,7 @@ from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose
 from whet.dialects.verl import distillation
-from whet.dialects.verl.roles import ACTOR, CRITIC, ROLLOUT, texts
+from whet.dialects.verl.roles import ACTOR, CRITIC, texts
 from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
@@ -38,8 +38,6 @@ def advantage(v: Values) -> Native:
     if ":" in estimator:
         return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
     recipe, own = choose(v, key, choices("verl", "estimator")), choices("verl", "advantage").get(estimator)
-    if responses(v) == 1 and estimator in ("grpo_passk", "gpg", "gdpo"):
-        raise ConfigError(f"{key}={estimator} compares several responses; raise {ROLLOUT}.n above 1")
     if responses(v) == 1 and estimator in ALONE:
         whitened = {"algorithm.whiten": True} if estimator == "reinforce_plus_plus_baseline" else {}
         return {"algorithm.name": "reinforce", "algorithm.advantage": ALONE[estimator], **whitened}

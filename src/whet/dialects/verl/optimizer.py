@@ -20,8 +20,7 @@ def actor(v: Values) -> Native:
 
 
 def critic(v: Values) -> Native:
-    """Without a critic what is said of its optimizer counts nowhere, and need not be whole."""
-    return _of_role(v, CRITIC, native="critic.optimizer") if has_critic(v) else NOTHING
+    return _of_role(v, CRITIC, native="critic.optimizer")
 
 
 def _of_role(v: Values, role: str, *, native: str) -> Native:
@@ -55,7 +54,7 @@ def _without_length(v: Values, at: str, engine: str) -> Values:
 
 def critic_warmup(v: Values) -> Native:
     """verl trains the policy in steps, counted from 1, that are not below this number."""
-    return {"critic.warmup_steps": max(v["trainer.critic_warmup"] - 1, 0)} if has_critic(v) else NOTHING
+    return {"critic.warmup_steps": max(v["trainer.critic_warmup"] - 1, 0)}
 
 
 def constant_rates(v: Values) -> bool:

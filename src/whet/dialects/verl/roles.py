@@ -337,34 +337,19 @@ def mtp(v: Values) -> Native:
     return mtp_layers.learned(v, MTP)
 
 
-def router_replay(v: Values) -> Native:
-    """Whose experts train a token, as verl 0.9.1. R2: the pass of old log-probs records routers, and the updates
-    replay them. R3: both replay what the engine has told. Reference and critic replay nothing."""
-    engine, told = engine_of(v), f"{ROLLOUT}.enable_rollout_routing_replay"
+def replay_key(v: Values) -> str:
+    """The key by which the actor's engine replays experts; '' for an engine that does not."""
     engines_own = since(v, "verl", "0.8.0") or v.get("trainer.use_legacy_worker_impl") == "disable"
-    key = {
+    return {
         "megatron": f"{MEGATRON if engines_own else ACTOR}.router_replay.mode",
         "veomni": f"{ACTOR}.veomni.router_replay.mode",
         "mlite": f"{ACTOR}.engine.router_replay_mode",
-    }.get(engine, "")
-    mode = v.get(key, "disabled")
-    if mode == "disabled":
-        return NOTHING
-    if engine == "veomni" and mode == "R3":
-        raise NotSupportedYet(
-            f"{key}=R3: VeOmni replays the experts of replies alone and computes prompts with those of now, which is "
-            "coming, not built yet; today: R2, or R3 with Megatron, which replays all tokens"
-        )
-    if mode == "R3" and not v[told]:
-        raise ConfigError(f"{key}=R3 needs {told}=True: else no rollout has the experts")
-    if mode == "R2" and v[told]:
-        raise ConfigError(f"{key}=R2 does not go with {told}=True, which is for R3")
-    if mode == "R2" and v.get("algorithm.rollout_correction.bypass_mode"):
-        raise ConfigError(
-            f"{key}=R2 records the experts in the pass of old log-probs, which "
-            "algorithm.rollout_correction.bypass_mode=True leaves out; take R3, or set it to False"
-        )
-    return {"train.router_replay": {"R2": "old", "R3": "sampled"}[mode]}
+    }.get(engine_of(v), "")
+
+
+def replay_mode(v: Values) -> Json:
+    """Its value."""
+    return v.get(replay_key(v))
 
 
 def critic(v: Values) -> Native:

@@ -15,7 +15,7 @@ from whet.dialects.verl.data import rows
 from whet.dialects.verl.loop import PARTS, check_loaded, contents, exports_only
 from whet.dialects.verl.roles import ENGINES, FAMILIES, anywhere, texts
 from whet.dialects.verl.sizes import copies_and_shards
-from whet.types import ConfigError, Json
+from whet.types import ConfigError
 
 _FSDP = "model.fsdp_config"
 
@@ -46,7 +46,7 @@ def is_megatron(v: Values) -> bool:
 
 def routers(v: Values) -> Native:
     """Terms of the loss for Megatron's routers."""
-    return router_terms(v, "engine.override_transformer_config") if is_megatron(v) else NOTHING
+    return router_terms(v, "engine.override_transformer_config")
 
 
 def mtp(v: Values) -> Native:
@@ -227,10 +227,11 @@ def checkpoints(v: Values) -> Native:
             f"trainer.checkpoint.load_contents={loaded}: resuming without schedule, data position and random state "
             "(extra) is coming, not built yet"
         )
-    if "model" in saved:
-        check_loaded("trainer.checkpoint.load_contents", loaded)
+    if "model" not in saved:
+        return {**exports_only(every), "checkpoint.keep": v["trainer.max_ckpt_to_keep"]}
+    check_loaded("trainer.checkpoint.load_contents", loaded)
     exports = not over_engines(v) or "hf_model" in saved
-    out: dict[str, Json] = {
+    return {
         "checkpoint.interval": "1 epoch" if epochs else every,
         "checkpoint.keep": v["trainer.max_ckpt_to_keep"],
         "checkpoint.save_contents": [part for part in PARTS if part in saved],
@@ -238,9 +239,6 @@ def checkpoints(v: Values) -> Native:
         "checkpoint.export": exports,
         "checkpoint.export_interval": every if exports else 0,
     }
-    if "model" not in saved:
-        out = {**exports_only(every), "checkpoint.keep": v["trainer.max_ckpt_to_keep"]}
-    return out
 
 
 def validation(v: Values) -> Native:
