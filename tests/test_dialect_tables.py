@@ -72,8 +72,9 @@ def test_a_file_of_all_keys_is_recognised_and_has_none_unknown(name):
     for row in of.rows:
         if parts(row.key) not in of.below and row.key not in of.optional:
             put(tree, parts(row.key), row.default)
-    if of.sign[0]:
-        put(tree, parts(of.sign[0]), of.sign[1][0])
+    key, values = FILES[of.name].sign
+    if key:
+        put(tree, parts(key), values[0])
     assert [found.cut for found in read(tree, of) if found.row is None and not found.is_section] == []
     assert recognise(tree) == name
     assert recognise(tree, name) == name

@@ -6,7 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -777,7 +777,7 @@ def test_a_foreign_key_is_added_by_one_line_of_its_table(tmp_path, monkeypatch):
     """It is read, checked, listed and documented; nothing else of whet knows of it."""
     from whet.dialects import docs, listing
 
-    line = dict.fromkeys(table_rows.COLUMNS, "") | {
+    line = dict.fromkeys((column.name for column in fields(Row)), "") | {
         "file": "ppo", "key": "trainer.brand_new", "type": "int>=0", "default": "0", "status": "mapped",
         "native": "seed", "since": "0.9.0", "reason": "The seed of all.",
     }  # fmt: skip

@@ -346,6 +346,7 @@ def _closest(name: str, known: Iterable[str]) -> list[str]:
     ][:2]
 
 
+@functools.lru_cache(maxsize=1 << 16)  # parts repeat from key to key
 def distance(a: str, b: str) -> int:
     """Edit distance: insert, delete, replace, or swap two adjacent letters (optimal string alignment)."""
     if abs(len(a) - len(b)) > 2:

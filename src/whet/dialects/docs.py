@@ -87,7 +87,7 @@ def page(name: str) -> str:
 OTHERS = "Where a file stands over another document than that of the tables above.\n"
 
 
-def _of(one: BaseDefault) -> str:
+def _of(one: BaseDefault | Row) -> str:
     return f"`{one.key}`" + (f" {span(one.since, one.until)}" if one.since or one.until else "")
 
 
@@ -120,8 +120,7 @@ def _sections(rows: Sequence[Row], system: str) -> Iterator[str]:
 
 def _row(row: Row, system: str) -> str:
     native = ", ".join(f"`{name}`" for name in row.native)
-    key = f"`{row.key}`" + (f" {span(row.since, row.until)}" if row.since or row.until else "")
-    return f"| {key} | `{cell(shown(row.default))}` | {row.status} | {native} | {cell(_what(row, system))} |"
+    return f"| {_of(row)} | `{cell(shown(row.default))}` | {row.status} | {native} | {cell(_what(row, system))} |"
 
 
 def _what(row: Row, system: str) -> str:

@@ -78,10 +78,15 @@ def _changes(tree: dict[str, Json], at: Path, found: Mapping[Path, Json]) -> Cha
         several = (machines := hardware.elsewhere()) is not None and machines.count > 1
         if (path := _path(at, native("nodes"))) in found and not several:
             out[path] = (None, "one machine: the cluster is not named (cluster.address)")
-        out |= _together(_path(at, APART), found, sizes, devices)
+        out |= _together(_path(at, APART), found, _ranks(sizes), devices, here)
     out |= _served(_path(at, OPTIONS), _path(at, SLEEP), found, devices, here)
-    ranks = math.prod(size for dim, size in sizes.items() if dim != "ep")
+    ranks = _ranks(sizes)
     return out | _left_out(at, found, gpu=devices > 0, ranks=ranks, ep=sizes.get("ep", 1))
+
+
+def _ranks(sizes: Mapping[str, int]) -> int:
+    """ep is over neighbours among the others."""
+    return math.prod(size for dim, size in sizes.items() if dim != "ep")
 
 
 def _engines(path: Path, found: Mapping[Path, Json], devices: int, here: str) -> Changes:
@@ -107,15 +112,13 @@ def _served(options: Path, sleep: Path, found: Mapping[Path, Json], devices: int
     return out
 
 
-def _together(path: Path, found: Mapping[Path, Json], sizes: Mapping[str, int], devices: int) -> Changes:
+def _together(path: Path, found: Mapping[Path, Json], ranks: int, devices: int, here: str) -> Changes:
     """Models apart share the policy's ranks where there are no GPUs for all."""
-    ranks = math.prod(size for dim, size in sizes.items() if dim != "ep")
-    if path not in found or ranks * (1 + len(found[path])) <= devices:
+    names = found.get(path, ())
+    if (needed := ranks * (1 + len(names))) <= devices or not names:
         return {}
-    names, needed = " and ".join(found[path]), ranks * (1 + len(found[path]))
     told = (
-        f"{names} on the ranks of the policy: ranks of their own need {needed} GPUs, and this machine has "
-        f"{devices or 'none'}"
+        f"{' and '.join(names)} on the ranks of the policy: ranks of their own need {needed} GPUs, and {here}"
     )
     return {path: (None, told)}
 
@@ -147,8 +150,8 @@ def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep
 def _alone(at: Path, found: Mapping[Path, Json]) -> Changes:
     """Of one process that trains: its policy samples, too, and so is not offloaded."""
     offload = _path(at, "train.offload")
-    sizes = (found.get(_path(at, native(dim)), 1) for dim in DIMS if dim != "ep")
-    if "policy" not in found.get(offload, ()) or math.prod(sizes) != 1:
+    sizes = {dim: found.get(_path(at, native(dim)), 1) for dim in DIMS}
+    if "policy" not in found.get(offload, ()) or _ranks(sizes) != 1:
         return {}
     rest = [name for name in found[offload] if name != "policy"]
     return {

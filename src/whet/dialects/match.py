@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -94,7 +93,7 @@ def _part(key: str, below: Iterable[str]) -> str:
     """The part that a key of a section matches; a typo of a known name does not count as a name of the user's."""
     if key in below or not {"<name>", "*"} & set(below):
         return key
-    typo = any(len(name) > 3 and _distance(key, name) <= (1 if len(name) < 8 else FARTHEST) for name in below)
+    typo = any(len(name) > 3 and distance(key, name) <= (1 if len(name) < 8 else FARTHEST) for name in below)
     return key if typo else "<name>" if "<name>" in below else "*"
 
 
@@ -132,17 +131,11 @@ def suggest(cut: Parts, of: Dialect) -> list[str]:
             return [joined(name).removesuffix(".*") for letters, _, name in near if letters == best][:2]
     for most in (0, 1, FARTHEST):
         ends = [
-            name for name in of.by_parts if _distance(cut[-1], name[-1]) <= (most if len(name[-1]) > 3 else 0)
+            name for name in of.by_parts if distance(cut[-1], name[-1]) <= (most if len(name[-1]) > 3 else 0)
         ]
         if ends:
             return [joined(name) for name in sorted(ends, key=lambda name: -_shared(cut, name))][:2]
     return []
-
-
-@functools.cache
-def _distance(a: str, b: str) -> int:
-    """Parts repeat from key to key."""
-    return distance(a, b)
 
 
 def _known(cut: Parts, of: Dialect) -> Parts:
@@ -157,7 +150,7 @@ def _letters(cut: Parts, name: Parts) -> int:
     total = 0
     for mine, other in zip(cut, name):
         if mine != other and other not in ("<name>", "*"):
-            total += _distance(mine, other)
+            total += distance(mine, other)
         if total > FARTHEST:
             break
     return total

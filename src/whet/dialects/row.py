@@ -109,11 +109,6 @@ class Row:
         return ": ".join(filter(None, (self.area, self.reason)))
 
 
-COLUMNS = (
-    "file key since until type default harmless status native function when area reason".split()  # noqa: SIM905
-)
-
-
 @functools.cache
 def lines(system: str) -> tuple[dict[str, str], ...]:
     """The lines of a system's table as they stand."""
@@ -197,14 +192,12 @@ def row(line: Mapping[str, str]) -> Row:
     status = line["status"]
     if status not in get_args(Status):
         raise ValueError(f"{line['key']}: status {status}, expected one of {', '.join(get_args(Status))}")
-    plain = {name: line[name] for name in COLUMNS if name not in ("default", "harmless", "status", "native")}
-    return Row(
-        **plain,
-        status=status,  # type: ignore[arg-type]
-        default=json.loads(line["default"] or "null"),
-        harmless=tuple(json.loads(line["harmless"] or "[]")),
-        native=tuple(filter(None, line["native"].split(";"))),
-    )
+    read = {
+        "default": json.loads(line["default"] or "null"),
+        "harmless": tuple(json.loads(line["harmless"] or "[]")),
+        "native": tuple(filter(None, line["native"].split(";"))),
+    }
+    return Row(**{column.name: read.get(column.name, line[column.name]) for column in fields(Row)})
 
 
 def aliases(system: str, files: Collection[str]) -> dict[str, tuple[str, str]]:

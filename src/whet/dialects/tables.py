@@ -13,7 +13,6 @@ from whet.dialects.rules import Function, function
 from whet.dialects.versions import (
     DOCUMENTS,
     VERSIONS,
-    VersionRange,
     at_version,
     covers,
     first_of,
@@ -74,6 +73,10 @@ class _FileKind:
     stages: tuple[str, ...] = ()
     """Sections that an entry of `stages` may give for itself: their rows stand below `stages[]`, too."""
 
+    @property
+    def system(self) -> str:
+        return TABLES[self.tables[0]][0]
+
 
 FILES = {
     "verl-ppo": _FileKind(
@@ -124,7 +127,6 @@ class Dialect:
     """Keys of rows that are left alone unless the file gives them."""
     aliases: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Newer or deprecated name -> (present name, note)."""
-    sign: tuple[str, Parts] = ("", ())
     nulls: tuple[str, ...] = ()
     inner: str = ""
     has_stages: bool = False
@@ -231,7 +233,8 @@ def dialect(name: str, version: str = "", base: str = "") -> Dialect:
     """A kind of file by its name in `FILES`, as a version has it; '' is the document's. base: the document that a file
     stands over (`base_of`)."""
     file = FILES[name]
-    rows: dict[str, Row] = {}
+    system, rows = file.system, dict[str, Row]()
+    version = version or DOCUMENTS[system]
     for each in (*file.tables, *file.optional):
         apart = _BORROWED.get((name, each))
         for row in table(each, version):
@@ -240,9 +243,8 @@ def dialect(name: str, version: str = "", base: str = "") -> Dialect:
     main = {row.key for each in file.tables for row in table(each, version)}
     for row in table(file.unread, version) if file.unread else ():
         rows.setdefault(row.key, _unread(row, shared=file.shared))
-    system = TABLES[file.tables[0]][0]
     for own in table_rows.base_defaults(system) if base else ():
-        if own.file == base and covers(own, version or DOCUMENTS[system], VERSIONS[system]):
+        if own.file == base and covers(own, version, VERSIONS[system]):
             rows[own.key] = replace(rows[own.key], default=own.default)
     return Dialect(
         name=name,
@@ -250,16 +252,15 @@ def dialect(name: str, version: str = "", base: str = "") -> Dialect:
         functions=functools.partial(function, system),
         optional=frozenset(rows.keys() - main),
         aliases=_aliases(system, _known_to(name), file.stages),
-        sign=file.sign,
         nulls=file.nulls,
         inner=file.inner,
         has_stages=bool(file.stages),
         system=system,
-        version=version or DOCUMENTS[system],
+        version=version,
         differences=tuple(
             each
             for each in table_rows.differences(system)
-            if each.file in kinds_of(name) and covers(each, version or DOCUMENTS[system], VERSIONS[system])
+            if each.file in kinds_of(name) and covers(each, version, VERSIONS[system])
         ),
     )
 
@@ -300,7 +301,7 @@ def _in_a_stage(row: Row) -> Row:
 def version_of(kind: str, given: Iterable[str], wanted: str | None = None) -> str:
     """The version that a file with these keys (names that it uses) is read as. wanted: `verl@0.9` says it. Raises
     ConfigError."""
-    system = TABLES[FILES[kind].tables[0]][0]
+    system = FILES[kind].system
     if wanted and "@" in wanted:
         return version_named(system, wanted.partition("@")[2])
     return first_of(_alike(kind, list(given)), system)
@@ -318,11 +319,11 @@ def other_end(kind: str, given: Iterable[str], version: str) -> str:
 def _alike(kind: str, given: Sequence[str]) -> tuple[str, ...]:
     """The releases that a file with these keys may be for, oldest first: those that have most of its keys, and of them,
     if it is a whole document (half of the keys or more), those of which it lacks the fewest."""
-    system = TABLES[FILES[kind].tables[0]][0]
-    alike = fitting(_spans_of(kind, given), system)
+    system = FILES[kind].system
+    known, of, names = table_rows.spans(system, _known_to(kind)), dialect(kind), set(given)
+    alike = fitting([known[key] for key in dict.fromkeys(given) if key in known], system)
     if len(alike) == 1:
         return alike
-    known, of, names = table_rows.spans(system, _known_to(kind)), dialect(kind), set(given)
     plain = [row.key for row in of.rows if row.key not in of.optional and not OPEN & set(parts(row.key))]
     there = {
         version: {
@@ -336,12 +337,6 @@ def _alike(kind: str, given: Sequence[str]) -> tuple[str, ...]:
     least = min(lacking.values())
     first = tuple(version for version in alike if lacking[version] == least)
     return first if len(there[first[0]] & names) * 2 >= len(there[first[0]]) else alike
-
-
-def _spans_of(kind: str, given: Iterable[str]) -> list[Sequence[VersionRange]]:
-    """The spans of versions that have each key, of keys that are known at all."""
-    known = table_rows.spans(TABLES[FILES[kind].tables[0]][0], _known_to(kind))
-    return [known[key] for key in dict.fromkeys(given) if key in known]
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
