@@ -22,8 +22,6 @@ from whet.types import ConfigError, Json
 
 PAGE_TOKENS = 16
 """Tokens of one page of the KV cache."""
-MOMENT_BYTES = 8
-"""Adam's two moments of one parameter, float32."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MOST_SIZE = 2**31 - 1
@@ -192,12 +190,6 @@ def in_words(count: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
-
-
-def train_bytes(parameters: int, dtype: str) -> int:
-    """Weights, gradients and Adam's moments; parameters that are not float32 have a float32 master copy."""
-    master = 0 if dtype == "float32" else 4
-    return parameters * (2 * DTYPE_BYTES[dtype] + MOMENT_BYTES + master)
 
 
 # ---------------------------------------------------------------- folders

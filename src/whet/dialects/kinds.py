@@ -31,6 +31,14 @@ def _is_number(value: Json) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_text(value: Json) -> bool:
+    return isinstance(value, str)
+
+
+def _list_of(each: Callable[[Json], bool]) -> Callable[[Json], bool]:
+    return lambda value: isinstance(value, list) and all(map(each, value))
+
+
 def _is_layer(value: Json) -> bool:
     return isinstance(value, str) and re.fullmatch(r"\w+DecoderLayer", value) is not None
 
@@ -48,17 +56,11 @@ KINDS: dict[str, tuple[Callable[[Json], bool], str]] = {
     "number": (_is_number, "a number"),
     "share": (lambda value: _is_number(value) and 0 < value <= 1, "a share above 0 and at most 1"),
     "list": (lambda value: isinstance(value, list), "a list"),
-    "text": (lambda value: isinstance(value, str), "a text"),
-    "texts": (
-        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-        "a list of texts",
-    ),
+    "text": (_is_text, "a text"),
+    "texts": (_list_of(_is_text), "a list of texts"),
     "section": (lambda value: isinstance(value, dict), "a section of keys"),
-    "numbers": (
-        lambda value: isinstance(value, list) and all(map(_is_number, value)),
-        "a list of numbers",
-    ),
-    "ints": (lambda value: isinstance(value, list) and all(map(_is_int, value)), "a list of whole numbers"),
+    "numbers": (_list_of(_is_number), "a list of numbers"),
+    "ints": (_list_of(_is_int), "a list of whole numbers"),
     "path": (
         lambda value: isinstance(value, str) and value != "" and not is_remote(value),
         "a path on this machine",
@@ -141,7 +143,7 @@ def holds_one(row: Row, default: Json) -> bool:
 
 
 def _is_numbers(value: Json) -> bool:
-    return isinstance(value, list) and value != [] and all(map(_is_number, value))
+    return value != [] and KINDS["numbers"][0](value)
 
 
 def _numbers(text: str) -> Json:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.config import sizes
 from whet.config.describe import size
+from whet.config.learns import Learns
 from whet.config.load import Loaded
 from whet.config.plan import Plan
-from whet.config.schema import Config
+from whet.config.schema import Config, OptimizerConfig
 from whet.rehearsal.findings import Finding, needs
 
 FLOPS_PER_S = 4e14
@@ -77,7 +77,8 @@ def _by_count(cfg: Config, plan: Plan, count: int) -> dict[str, int]:
     def learner(role: str, *, adapters: bool) -> dict[str, int]:
         if adapters:
             return {f"{role} with adapters": 4 * count}
-        return {f"{role} with gradients and Adam": sizes.train_bytes(count, "bfloat16")}
+        whole = Learns(base=count, own=count)
+        return {f"{role} with gradients and Adam": whole.train_bytes(OptimizerConfig(), "bfloat16")}
 
     out = learner("policy", adapters=cfg.model.lora is not None)
     if plan.generates:

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, Values
-from whet.dialects.skyrl.devices import (
-    A,
-    compares,
-    since,
-)
+from whet.dialects.skyrl.devices import A, compares, since
 from whet.dialects.skyrl.optimizers import own_overrides
 from whet.dialects.typed import choose
 from whet.types import ConfigError, Json

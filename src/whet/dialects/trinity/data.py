@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 from whet.dialects.row import NotSupportedYet, Values
@@ -33,6 +33,7 @@ from whet.dialects.trinity.values import (
     at_least,
     draws_tasks,
     entries,
+    evaluating,
     given,
     in_rounds,
     inside,
@@ -143,8 +144,7 @@ def trainers(values: Values) -> int:
     does not say."""
     engines = 0
     for own in (inside(values, ENGINE), *entries(values, "explorer.auxiliary_models")):
-        sizes = [own.get(key) or 1 for key in _OF_AN_ENGINE]
-        engines += sizes[0] * sizes[1] * sizes[2] * sizes[3]
+        engines += prod(own.get(key) or 1 for key in _OF_AN_ENGINE)
     nodes, each = values["cluster.node_num"] or 1, values["cluster.gpu_per_node"] or 0
     alone = not online(values) or values["mode"] == "train"
     left: int = nodes * each - (0 if alone else engines)
@@ -295,34 +295,30 @@ def _made(own: Own, what: str, message: str, rows: str, *, at: str) -> Native:
 
 def evaluation(values: Values) -> Native:
     """Evaluation tasksets, which the explorer asks when the weights are synchronized, each in its own way."""
-    sets = entries(values, EVAL_TASKSETS)
+    sets = evaluating(values)
     if not sets or not online(values):
         return {}
     out: Native = {}
-    for n, (own, name) in enumerate(zip(sets, eval_names(values))):
+    for n, (each, name) in enumerate(zip(sets, eval_names(values))):
         at = f"data.eval.{n}"
-        out |= _source(values, own, f"{EVAL_TASKSETS}[{n}]", at=at) | {f"{at}.name": name}
-    brought = [
-        WORKFLOWS[workflow(values, own, f"{EVAL_TASKSETS}[{n}]")].sampling for n, own in enumerate(sets)
-    ]
-    times = [1 if fixed else own.get("repeat_times") or 1 for own, fixed in zip(sets, brought)]
+        out |= _source(values, *each, at=at) | {f"{at}.name": name}
+    brought = [WORKFLOWS[workflow(values, *each)].sampling for each in sets]
+    times = [1 if fixed else own.get("repeat_times") or 1 for (own, _), fixed in zip(sets, brought)]
     longest = max(_lengths(values).values())
     sampled = [
-        _below(longest, _length(values, own, f"{EVAL_TASKSETS}[{n}]"))
-        | _sampled(values, own, f"{EVAL_TASKSETS}[{n}]")
-        | (fixed or {})
-        for n, (own, fixed) in enumerate(zip(sets, brought))
+        _below(longest, _length(values, *each)) | _sampled(values, *each) | (fixed or {})
+        for each, fixed in zip(sets, brought)
     ]
     out |= {"eval.samples": times[0]} | {f"eval.sampling.{key}": value for key, value in sampled[0].items()}
     special: Native = {}
-    for n in range(len(sets)):
+    for n, (_, what) in enumerate(sets):
         other: Native = {} if times[n] == times[0] else {"samples": times[n]}
         if sampled[n] != sampled[0]:
             other["sampling"] = {"max_tokens": longest, **sampled[n]}
         name = out[f"data.eval.{n}.name"]
         if special.setdefault(name, other) != other:
             raise ConfigError(
-                f"{EVAL_TASKSETS}[{n}].name: {name} is also the name of another taskset of evaluation, which is "
+                f"{what}.name: {name} is also the name of another taskset of evaluation, which is "
                 "sampled otherwise; give each a name of its own."
             )
     special = {name: other for name, other in special.items() if other}

@@ -27,7 +27,7 @@ from whet.dialects.trinity.values import (
     at_least,
     distills,
     draws_tasks,
-    entries,
+    evaluating,
     functions,
     preset,
     section,
@@ -162,16 +162,12 @@ def train_names(values: Values) -> list[str]:
 
 def eval_names(values: Values) -> list[str]:
     """Names of the sources of evaluation."""
-    return [
-        str(own.get("name") or f"eval_taskset_{n}") for n, own in enumerate(entries(values, EVAL_TASKSETS))
-    ]
+    return [str(own.get("name") or f"eval_taskset_{n}") for n, (own, _) in enumerate(evaluating(values))]
 
 
 def sets_of(values: Values) -> list[tuple[Own, str]]:
     """All tasksets, those of training first, each with its key."""
-    held_out = enumerate(entries(values, EVAL_TASKSETS))
-    own_tasks = training(values) if draws_tasks(values) else []
-    return [*own_tasks, *((own, f"{EVAL_TASKSETS}[{n}]") for n, own in held_out)]
+    return [*(training(values) if draws_tasks(values) else []), *evaluating(values)]
 
 
 def gives_one(values: Values) -> bool:
@@ -306,7 +302,7 @@ def rewards(values: Values) -> Native:
     sets = sets_of(values)
     if not sets:
         return {}
-    n_train = len(sets) - len(entries(values, EVAL_TASKSETS))
+    n_train = len(sets) - len(evaluating(values))
     every, names = _labelled([_judged(values, own, what) for own, what in sets])
     names_of_sources = [*train_names(values)[:n_train], *eval_names(values)]
     out = environment(

@@ -145,6 +145,11 @@ def training(values: Values) -> list[tuple[Own, str]]:
     return [(own, f"{TASKSETS}[{n}]") for n, own in enumerate(several)]
 
 
+def evaluating(values: Values) -> list[tuple[Own, str]]:
+    """The tasksets of evaluation, each with its key."""
+    return [(own, f"{EVAL_TASKSETS}[{n}]") for n, own in enumerate(entries(values, EVAL_TASKSETS))]
+
+
 def draws_tasks(values: Values) -> bool:
     """Whether the process has tasksets of training. A trainer by itself and a bench may have none."""
     by_itself = values["mode"] in ("train", "bench") and online(values)
