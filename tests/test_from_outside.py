@@ -11,6 +11,7 @@ import pytest
 
 import whet
 from whet.config.load import load
+from whet.tables import load_object
 from whet.types import ConfigError, WhetError
 
 MINE = '''
@@ -119,6 +120,7 @@ def test_an_engine_of_a_users_own_samples_the_whole_run(tree: dict[str, Any], tm
             "vlm",
             "'vlm' is not known.*known: native, hf, vllm, sglang, openai, or your own as 'package.module:name'",
         ),
+        (":vllm", "':vllm' is not known.*or your own as 'package.module:name'"),
         ("{folder}/mine.py:parott", "did you mean 'parrot'"),
     ],
 )
@@ -127,6 +129,20 @@ def test_an_engine_that_is_none_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         whet.train(**tree, overrides=[f"rollout.engine={engine.format(folder=tmp_path)}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("parrot", "rollout.env.make 'parrot': expected 'package.module:name' or 'path/to/file.py:name'"),
+        (":parrot", "rollout.env.make ':parrot': expected 'package.module:name'"),
+        ("mine.py:", "rollout.env.make 'mine.py:': expected 'package.module:name'"),
+        ("mine.py", "expected mine.py:NAME"),
+    ],
+)
+def test_a_name_without_its_place_is_told_what_is_missing(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_object(name, what="rollout.env.make")
 
 
 @pytest.mark.parametrize(

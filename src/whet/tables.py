@@ -23,6 +23,7 @@ T = TypeVar("T")
 _USER = "whet_user_"
 """Begins the names of modules that are files of the user's."""
 
+_OWN = "'package.module:name' or 'path/to/file.py:name'"
 _NO_NAME = "a file alone does not say which function; expected {}:NAME"
 
 
@@ -33,17 +34,20 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
     """
     if name in table:
         return table[name]
-    if ":" in name:
-        return cast(T, load_object(name, what=what))
-    raise ConfigError(f"{what} {unknown(table, name)}")
+    if wrong := unknown(table, name):
+        raise ConfigError(f"{what} {wrong}")
+    return cast(T, load_object(name, what=what))
 
 
 def unknown(table: Mapping[str, object], name: str) -> str | None:
     """What is wrong with a name that is neither in the table nor one of the user's."""
-    if name in table or ":" in name:
+    place, _, own = name.rpartition(":")
+    if name in table or (place and own):
         return None
     if name.endswith(".py"):
         return f"{name!r}: {_NO_NAME.format(name)}"
+    if not table:
+        return f"{name!r}: expected {_OWN}"
     return not_known(name, table, own=True)
 
 
@@ -51,7 +55,7 @@ def not_known(name: str, table: Iterable[str], *, own: bool = False) -> str:
     """What is said of a name that a table does not have. own: one of the user's could be given, too."""
     names = list(table)
     said = f"{name!r} is not known{near(name, names)}; known: {', '.join(names)}"
-    return f"{said}, or your own as 'package.module:name' or 'path/to/file.py:name'" if own else said
+    return f"{said}, or your own as {_OWN}" if own else said
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -115,6 +119,8 @@ def check_types(
 
 def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
     """The object that 'package.module:name' or 'path/to/file.py:name' points to."""
+    if wrong := unknown({}, spec):
+        raise ConfigError(f"{what} {wrong}")
     place, _, name = spec.rpartition(":")
     try:
         module = load_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)

@@ -22,7 +22,7 @@ from whet.config.schema import (
 from whet.config.sections.data import GENERATED, RANDOM_TOKENS, REASONING_GYM
 from whet.config.sizes import folder_shape
 from whet.config.urls import is_remote
-from whet.tables import near
+from whet.tables import near, unknown
 from whet.types import ConfigError, Json
 
 PARTS = ("train", "eval", "demonstrations")
@@ -63,6 +63,8 @@ def source_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     for part in PARTS:
         for n, source in enumerate(getattr(cfg.data, part)):
             yield from ((f"data.{part}[{n}]", said) for said in _rows(source))
+            if source.function is not None and (wrong := unknown(GENERATED, source.function)):
+                yield f"data.{part}[{n}].function", wrong
             if described := GENERATED.get(source.function or ""):
                 yield from argument_problems(f"data.{part}[{n}].arguments", described, source.arguments)
             yield from ((f"data.{part}[{n}].arguments", said) for said in _made_up(source))
