@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
-from whet.rewards.trinity import countdown_reward, format_reward, math_boxed_reward, math_reward
+from whet.rewards.trinity import (
+    countdown_reward,
+    format_reward,
+    math_boxed_reward,
+    math_reward,
+    toolcall_reward,
+)
 from whet.types import Json, Task
 
 
@@ -51,6 +58,29 @@ def test_a_reply_that_repeats_its_tags_is_judged_like_any_other(part: str) -> No
     assert (
         math_reward(part * 10_000 + "<think></think><answer>4</answer>\n", task("4"))["format_score"] == 0.1
     )
+
+
+CALLS: Json = [{"name": "f", "arguments": {"x": 1}}]
+CALL = '<think>a</think><tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+RIGHT = "<answer>6 * 4</answer>"
+IN_LINES = "<think>\na\n</think>\n<answer>\n4"
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "reply", "score"),
+    [
+        (toolcall_reward, CALLS, CALL + "<tool_call>" * 100_000, 1.0),
+        (countdown_reward, {"target": 24, "numbers": [4, 6]}, RIGHT + "<answer>" * 100_000, 1.0),
+        (countdown_reward, {"target": 24, "numbers": [4, 6]}, "</answer>" * 100_000 + RIGHT, 1.0),
+        (format_reward, None, IN_LINES + "\n</think>\n<answer>\n" * 100_000 + "\n</answer>", 0.1),
+        (format_reward, None, IN_LINES + "\n</think>\n<answer>\n" * 100_000, -0.1),
+    ],
+)
+def test_tags_that_are_repeated_are_read_once(
+    reward: Callable[[str, Task], float], answer: Json, reply: str, score: float
+) -> None:
+    """One expression for a pair of tags took an hour."""
+    assert reward(reply, task(answer)) == score
 
 
 def test_the_form_has_its_tags_in_lines_of_their_own() -> None:

@@ -21,6 +21,11 @@ _THINK_AND_ANSWER = (
     re.compile(r"</think>\s*+<answer>"),
     re.compile(r"</answer>[^\S\n]*+$", re.MULTILINE),
 )
+_TAGS_IN_LINES = (
+    re.compile(r"\A<think>\n"),
+    re.compile(r"\n</think>\n<answer>\n"),
+    re.compile(r"\n</answer>$", re.MULTILINE),
+)
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -53,9 +58,8 @@ def math_dapo_reward(response: str, task: Task) -> Verdict:
 
 
 def format_reward(response: str, task: Task) -> float:
-    """0.1 if a line begins <think>, and <answer> follows, each tag in a line of its own; else -0.1."""
-    form = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
-    return _FORM if re.match(form, response, re.DOTALL | re.MULTILINE) else -_FORM
+    """0.1 if the reply begins with <think>, and <answer> follows, each tag in a line of its own; else -0.1."""
+    return _FORM if _in_order(response, _TAGS_IN_LINES) else -_FORM
 
 
 def countdown_reward(response: str, task: Task) -> float:
@@ -66,14 +70,14 @@ def countdown_reward(response: str, task: Task) -> float:
     wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
     if not isinstance(wanted, dict) or not {"target", "numbers"} <= wanted.keys():
         raise ValueError(f"the answer of task {task.uid} needs a target and numbers: {str(wanted)[:60]!r}")
-    found = re.findall(r"<answer>(.*?)</answer>", response.split("\n")[-1])
-    if not found:
+    found = _last("answer", response.split("\n")[-1])
+    if found is None:
         return 0.0
     try:
-        used = sorted(map(int, re.findall(r"\d+", found[-1])))
+        used = sorted(map(int, re.findall(r"\d+", found)))
     except ValueError:  # more digits than Python reads
         return _FORM
-    value = _value(found[-1].strip()) if used == sorted(wanted["numbers"]) else None
+    value = _value(found.strip()) if used == sorted(wanted["numbers"]) else None
     return 1.0 if value is not None and abs(value - Fraction(str(wanted["target"]))) < 1e-5 else _FORM
 
 
@@ -85,11 +89,11 @@ def toolcall_reward(response: str, task: Task) -> float:
     wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
     if not isinstance(wanted, list) or not all(map(_is_call, wanted)):
         raise ValueError(f"the answer of task {task.uid} is no list of calls: {str(wanted)[:60]!r}")
-    found = re.findall(r"<tool_call>(.*?)</tool_call>", response, re.DOTALL)
+    found = _last("tool_call", response)
     marks = [response.count(mark) for mark in ("<think>", "</think>")]
-    if not found or marks != [1, 1] or response.find("</think>") > response.find("<tool_call>"):
+    if found is None or marks != [1, 1] or response.find("</think>") > response.find("<tool_call>"):
         return 0.0
-    calls = _json(found[-1])
+    calls = _json(found)
     calls = _json(calls) if isinstance(calls, str) else calls
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
@@ -126,6 +130,14 @@ def _in_order(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
             return False
         at = found.end()
     return True
+
+
+def _last(tag: str, text: str) -> str | None:
+    """What stands in the last <tag>...</tag>; None without one. The search for an expression begins again at each tag,
+    so a reply that repeats its tags would take seconds."""
+    begin = f"<{tag}>"
+    inside = [part.partition(begin)[2] for part in text.split(f"</{tag}>")[:-1] if begin in part]
+    return inside[-1] if inside else None
 
 
 def _thinks(text: str) -> bool:
