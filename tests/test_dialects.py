@@ -654,9 +654,13 @@ def test_the_commands(tmp_path, toy, monkeypatch):
             "unbuilt": [],
         }
     ]
-    shown = run.invoke(cli.app, ["keys", "--dialect", "toy"]).output
-    assert "net.trust" in shown
-    assert "vendor" in shown
+    shown = run.invoke(cli.app, ["keys", "--dialect", "toy"], env={"COLUMNS": "40"}).output.splitlines()
+    assert "toy  loop.prompts  translated: train.tasks_per_step, train.minibatches" in shown, (
+        "a key is whole in any terminal"
+    )
+    below = shown[shown.index("toy  net.trust  refused") + 1]
+    assert below.startswith("    ")
+    assert "vendor" in " ".join(shown)
     with pytest.raises(ConfigError, match="--status oops: expected one of mapped"):
         run.invoke(cli.app, ["keys", "--status", "oops"], catch_exceptions=False)
 

@@ -470,13 +470,10 @@ def keys(
     if algorithms:
         _list_algorithms(as_json, alone=dialect is None and status is None)
         return
-    from whet.dialects.listing import as_table, listed
+    from whet.dialects.listing import as_text, listed
 
     found = listed(dialect, status)
-    if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
-    else:
-        as_table(found)
+    typer.echo(json.dumps(found, indent=1, ensure_ascii=False) if as_json else as_text(found))
 
 
 def _list_algorithms(as_json: bool, *, alone: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from typing import Any, get_args
 
 from whet.config.faults import shown
@@ -57,25 +59,18 @@ def differing(row: Row, system: str) -> str:
     return "".join(found)
 
 
-def as_table(found: list[dict[str, Any]]) -> None:
-    """Print them for people."""
-    # `whet keys --json` needs no table.
-    from rich.table import Table
-
-    from whet.config.screen import show
-
-    columns = {
-        "key": [row["key"] for row in found],
-        "versions": [span(row["since"], row["until"]) for row in found],
-        "status": [row["status"] for row in found],
-        "native": [", ".join(row["native"]) for row in found],
-        "what happens": [row["reason"] for row in found],
-        "values not built": ["; ".join(row["unbuilt"]) for row in found],
-    }
-    told = {head: cells for head, cells in columns.items() if any(cells)}
-    view = Table(pad_edge=False, show_lines=False)
-    for head in told:
-        view.add_column(head, overflow="fold")
-    for cells in zip(*told.values()):
-        view.add_row(*cells)
-    show(view)
+def as_text(found: list[dict[str, Any]]) -> str:
+    """The same for people: each key in a line that can be searched for, and what happens to it below. No table: its
+    columns would be too narrow for the keys, and thousands of rows take seconds."""
+    indented = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns, "    ", "    ", break_on_hyphens=False, break_long_words=False
+    ).fill
+    lines: list[str] = []
+    for row in found:
+        status = f"{row['status']}: {', '.join(row['native'])}" if row["native"] else row["status"]
+        lines.append(
+            "  ".join(filter(None, (row["dialect"], row["key"], span(row["since"], row["until"]), status)))
+        )
+        lines += [indented(row["reason"])] if row["reason"] else []
+        lines += [indented(f"values not built: {'; '.join(row['unbuilt'])}")] if row["unbuilt"] else []
+    return "\n".join(lines)
