@@ -129,6 +129,20 @@ def test_an_environment_host_says_lines_in_time_and_counts_the_rest() -> None:
     assert heard == [("said", "no end", 0)]
 
 
+def test_bytes_are_counted_not_characters(log: tuple[Path, list[str]]) -> None:
+    path, _ = log
+    out = Printed()
+    lines = host.PrintedLines(lambda _, line, cut: out.take("r", line, dropped_bytes=cut))
+    lines.write("語" * (host.LINE + 10) + "\n")
+    out.take("r", "語" * (printed.LINE + 20))
+    out.take("r", f"{'語' * printed.LINE}\n" * 2)
+    out.close()
+    assert (
+        said(path)[-1]
+        == f"r printed {3 * (10 + 20) + 2 * (3 * printed.LINE + 1)} bytes more, which are not in this log"
+    )
+
+
 def test_a_warning_is_shown_with_its_level_and_a_printed_line_without(log: tuple[Path, list[str]]) -> None:
     _, shown = log
     logging.getLogger("whet.x").warning("careful")

@@ -44,6 +44,7 @@ from whet.guard import confine
 from whet.guard.imports import import_all
 from whet.guard.last import outlive
 from whet.guard.line import messages
+from whet.guard.printed import bytes_of
 from whet.guard.program import ProgramOutcome
 from whet.guard.traces import Traces, written
 from whet.guard.worker import describe
@@ -426,10 +427,10 @@ class PrintedLines(io.TextIOBase):
                 self.since, self.left = now, MOST_PRINTED
             kept = text[: self.left]
             self.left -= len(kept)
-            self.cut += len(text) - len(kept)
+            self.cut += bytes_of(text[len(kept) :])
             *lines, rest = (self.line + kept).split("\n")
             self.line = rest[:LINE]
-            self.cut += len(rest) - len(self.line)
+            self.cut += bytes_of(rest[LINE:])
             for line in lines:
                 self._say(line)
         return len(text)
@@ -442,7 +443,7 @@ class PrintedLines(io.TextIOBase):
             self.line = ""
 
     def _say(self, line: str) -> None:
-        self.say("said", line[:LINE], self.cut + len(line[LINE:]))
+        self.say("said", line[:LINE], self.cut + bytes_of(line[LINE:]))
         self.cut = 0
 
 

@@ -34,6 +34,11 @@ FLOOD_S = 0.01
 """Pause after a full pipe: whoever prints without end waits, and costs this process little."""
 
 
+def bytes_of(text: str) -> int:
+    """What a text takes in UTF-8; halves of a surrogate pair are one."""
+    return len(text.encode(errors="replace"))
+
+
 @dataclass
 class _Source:
     """Of what one function prints."""
@@ -69,11 +74,11 @@ class Printed:
             source.cut += dropped_bytes
             while text:
                 line, _, text = text.partition("\n")
-                source.cut += len(line[LINE:])
+                source.cut += bytes_of(line[LINE:])
                 line = line[:LINE]
-                size = len(line) + 1
+                size = bytes_of(line) + 1
                 if self._full(source, size):
-                    source.cut += size + len(text)
+                    source.cut += size + bytes_of(text)
                     return
                 source.lines, source.bytes = source.lines + 1, source.bytes + size
                 source.all_lines, source.all_bytes = source.all_lines + 1, source.all_bytes + size
