@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +143,13 @@ def test_bytes_are_counted_not_characters(log: tuple[Path, list[str]]) -> None:
         said(path)[-1]
         == f"r printed {3 * (10 + 20) + 2 * (3 * printed.LINE + 1)} bytes more, which are not in this log"
     )
+
+
+def test_a_program_may_be_given_what_an_environment_prints_to(capfd: pytest.CaptureFixture[str]) -> None:
+    """The mcp package gives a server's errors to sys.stderr."""
+    output = host.PrintedLines(lambda *what: None)
+    subprocess.run([sys.executable, "-c", "print('x')"], stdout=output, check=True)
+    assert capfd.readouterr().out == "x\n"
 
 
 def test_a_warning_is_shown_with_its_level_and_a_printed_line_without(log: tuple[Path, list[str]]) -> None:

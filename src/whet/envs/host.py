@@ -411,7 +411,10 @@ def methods(env: Any) -> list[Any]:
 
 
 class PrintedLines(io.TextIOBase):
-    """What the environments print, as lines for the run's log: so many characters in a time, the rest is counted."""
+    """What the environments print, as lines for the run's log: so many characters in a time, the rest is counted.
+
+    Its descriptor is that of what programs print, so that one may be given to a program as its output.
+    """
 
     def __init__(self, say: Say, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.say, self.clock, self.line = say, clock, ""
@@ -420,6 +423,9 @@ class PrintedLines(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
+
+    def fileno(self) -> int:
+        return 1
 
     def write(self, text: str) -> int:
         with self._lock:
