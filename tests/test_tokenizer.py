@@ -1,6 +1,7 @@
 """Tokenizers: built from the data, read from folders, written and read back."""
 
 import logging
+import os
 import subprocess
 import sys
 
@@ -136,3 +137,22 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no end-of-text token"):
         load_tokenizer(TokenizerConfig(path=str(tmp_path)), model_path=None)
+
+
+def test_a_run_writes_and_reads_its_files_in_any_locale(tmp_path):
+    """Also where a system's own encoding is not UTF-8: the rows, and so the tokenizer and the checkpoint, have more."""
+    code = f"""
+import whet
+from tiny import RUN
+
+tree = {{**RUN, "run_dir": {str(tmp_path / "run")!r}, "checkpoint": {{"interval": 1}}}}
+tree["data"] = {{"max_prompt_tokens": 8, "train": [{{"rows": [{{"prompt": "\\u8a9e", "answer": "\\xfc"}}]}}]}}
+for steps in (1, 2):
+    whet.train(**tree, overrides=[f"train.steps={{steps}}", "train.tasks_per_step=1"])
+"""
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = load_tokenizer(TokenizerConfig(path=str(tmp_path / "run" / "export" / "main")), model_path=None)
+    assert "語" in made.get_vocab()

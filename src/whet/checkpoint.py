@@ -147,7 +147,7 @@ class ScoresRead:
 def score_of(path: Path) -> float | None:
     """The score that a checkpoint was saved with; None if it has none, or cannot be read."""
     try:
-        score = json.loads((path / STATE).read_text()).get(SCORE)
+        score = json.loads((path / STATE).read_text(encoding="utf-8")).get(SCORE)
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return score if isinstance(score, int | float) else None
@@ -411,7 +411,7 @@ def _listed(path: Path) -> dict[str, tuple[int, str]]:
 def _json(path: Path, name: str) -> Json:
     try:
         check_regular(path / name, Damaged)
-        value = json.loads((path / name).read_text())
+        value = json.loads((path / name).read_text(encoding="utf-8"))
     except (Damaged, OSError, ValueError, RecursionError) as e:
         raise Damaged(f"{path} is not a complete checkpoint ({name}: {e})") from e
     if depth(value) > MOST_LEVELS:  # who reads on does so by recursion

@@ -401,9 +401,9 @@ async def evaluate_all(job: Job, home: Path) -> None:
 
 def _evaluated(run_dir: Path) -> list[str]:
     file = run_dir / "benched.txt"
-    return file.read_text().split() if file.exists() else []
+    return file.read_text(encoding="utf-8").split() if file.exists() else []
 
 
 def _note(run_dir: Path, name: str) -> None:
-    with open(run_dir / "benched.txt", "a") as f:
+    with open(run_dir / "benched.txt", "a", encoding="utf-8") as f:
         f.write(f"{name}\n")

@@ -107,7 +107,7 @@ class _FilesTurn:
     def _current(self) -> int:
         path = self._folder / "current"
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return 0
         if not text.strip().isdigit():

@@ -135,7 +135,7 @@ def build(kind: str, vocab_size: int, texts: Iterable[str]) -> PreTrainedTokeniz
 
 def write_built(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     """Write the vocabulary and rules of a built tokenizer, from which `load_tokenizer` makes it again."""
-    file.write_text(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    file.write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")  # type: ignore[attr-defined]
 
 
 def _read(file: Path) -> Core:

@@ -124,7 +124,11 @@ def read_script(
             f"line {last.noted.line}: the command has {len(last.own_words)} arguments; expected {_MOST_WORDS} at most"
         )
     inner = Path(folder, last.noted.file)
-    lines = _Lines(inner.read_text(errors="replace") if inner.is_file() else plain, last.noted, arguments)
+    lines = _Lines(
+        inner.read_text(encoding="utf-8", errors="replace") if inner.is_file() else plain,
+        last.noted,
+        arguments,
+    )
     notes = _notes(ran, started, candidates, last)
     notes += _check(asked, plain, last, started, lines)
     return _launch(last, ran, lines, notes)

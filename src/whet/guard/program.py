@@ -171,7 +171,7 @@ def _become(limits: Programs, names: dict[str, object], code: str) -> None:
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
         sandbox.enter()
-        sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+        sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8")  # noqa: SIM115
         mark, last = b"w", ""
         try:
             exec(compile(code, _FILE, "exec", dont_inherit=True), names)

@@ -192,7 +192,7 @@ def _found(path: Path, stack: ExitStack) -> TensorFile:
             slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
             stored = {key: _whole(key, s.get_dtype(), s.get_shape()) for key, s in slices.items()}
             return TensorFile(path, handle.metadata() or {}, stored, [handle])
-        said = json.loads(beside.read_text())
+        said = json.loads(beside.read_text(encoding="utf-8"))
         if odd := [name for name in said["files"] if not _PART.fullmatch(name)]:
             raise ValueError(f"{str(odd[0])[:100]!r} is not a file of tensor parts")
         files = [path.with_name(name) for name in said["files"]]

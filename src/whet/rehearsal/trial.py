@@ -99,7 +99,7 @@ def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[b
     """`whet train` on the small config, in a process group of its own so that it ends with all its children."""
     file = folder / f"{name}.yaml"
     open_tree, variables = by_environment(tree)  # no secret goes into a file
-    file.write_text(as_yaml(open_tree | {"run_dir": str(folder / name)}))
+    file.write_text(as_yaml(open_tree | {"run_dir": str(folder / name)}), encoding="utf-8")
     with (folder / f"{name}.txt").open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(os.getpid()), "train", str(file), "--dialect", "native"],

@@ -245,7 +245,7 @@ def _checkpoints(root: Path) -> Iterator[ReplayStart]:
     for path in all_in(root) if root.is_dir() else ():
         place = place_of(path.name)
         try:
-            state = json.loads((path / STATE).read_text())
+            state = json.loads((path / STATE).read_text(encoding="utf-8"))
             version, contents = int(state["version"]), state["contents"]
         except (OSError, ValueError, LookupError, TypeError):
             continue  # a kill has left it, or it is being removed; a replay from it would refuse it

@@ -261,7 +261,7 @@ class Copied:
         if path is None or not path.exists():
             return
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             self._there = {url: {str(n): str(d) for n, d in own.items()} for url, own in found.items()}
         except (ValueError, AttributeError, RecursionError) as e:
             log.warning("%s cannot be read (%s); earlier uploads are kept", path, e)
@@ -293,7 +293,7 @@ class Copied:
 def _manifest_of(folder: Path) -> Json:
     """A checkpoint's own manifest; one is made for an export, which has none."""
     own = folder / MANIFEST
-    return json.loads(own.read_text()) if own.exists() else manifest(folder)
+    return json.loads(own.read_text(encoding="utf-8")) if own.exists() else manifest(folder)
 
 
 def _identity(folder: Path) -> tuple[int, int, int]:

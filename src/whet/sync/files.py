@@ -254,7 +254,7 @@ def _untied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_manifest(folder: Path) -> Manifest:
     try:
-        return Manifest.from_json(json.loads((folder / "manifest.json").read_text()))
+        return Manifest.from_json(json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise _unreadable(folder, error) from error
 
@@ -271,7 +271,7 @@ def _unreadable(folder: Path, error: Exception) -> WhetError:
 
 def _read_receipt(path: Path) -> Receipt:
     try:
-        value: Any = json.loads(path.read_text())
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
         return Receipt(**value)
     except (OSError, ValueError, TypeError) as error:
         raise WhetError(f"{path} is not a receipt of weights: {error}; remove it") from error

@@ -122,14 +122,19 @@ def check_way(folder: Path, home: Path) -> None:
 def _is_of(target: Path, run_dir: Path) -> bool:
     """Whether a folder lies in the run directory, or is marked as this run's."""
     owner = target / _OWNER
-    return target.is_relative_to(run_dir) or (owner.is_file() and owner.read_text().strip() == str(run_dir))
+    return target.is_relative_to(run_dir) or (owner.is_file() and _run_in(owner) == str(run_dir))
+
+
+def _run_in(owner: Path) -> str:
+    """The run that a folder is marked as of."""
+    return owner.read_text(encoding="utf-8").strip()
 
 
 def run_of(checkpoint: Path) -> Path:
     """The run directory of a checkpoint, by its path, or by the mark of a folder that lies elsewhere (`dirs`)."""
     by_path, owner = checkpoint.absolute().parents[1], checkpoint.parent / _OWNER
     marked = not (by_path / "manifest.json").is_file() and owner.is_file()
-    return Path(owner.read_text().strip()) if marked else by_path
+    return Path(_run_in(owner)) if marked else by_path
 
 
 def _claim(target: Path, run_dir: Path, key: str) -> None:
@@ -138,7 +143,7 @@ def _claim(target: Path, run_dir: Path, key: str) -> None:
         return
     if owner.exists():
         raise ConfigError(
-            f"{key}={target} belongs to the run in {owner.read_text().strip()}; give each run a separate folder (if "
+            f"{key}={target} belongs to the run in {_run_in(owner)}; give each run a separate folder (if "
             f"that run is now this one, write {run_dir} into {owner})"
         )
     if any(target.iterdir()):
