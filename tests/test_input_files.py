@@ -112,6 +112,24 @@ def test_a_small_parquet_file_does_not_fill_the_memory(
     assert max(asked, default=0) <= 2**24 // 10_000  # no more rows at once than there is room for
 
 
+def test_of_a_parquet_file_no_more_groups_are_kept_than_have_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"prompt": [*"abcdefgh"]}), tmp_path / "a.parquet", row_group_size=2)
+    asked: list[int] = []
+    by_batches = pq.ParquetFile.iter_batches
+
+    def batches(self: pq.ParquetFile, rows: int, **how: Any) -> Any:
+        asked.extend(how["row_groups"])
+        return by_batches(self, rows, **how)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", batches)
+    rows = read_rows(SourceConfig(path=str(tmp_path / "a.parquet"), limit=3))
+    assert [row["prompt"] for row in rows.slice(0, len(rows))] == ["a", "b", "c"]
+    assert asked == [0, 1]
+    assert len(read_rows(SourceConfig(path=str(tmp_path / "a.parquet"), limit=99))) == 8
+
+
 def test_a_parquet_file_without_any_column_that_is_read_tells_which_it_has(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a.parquet: has none of the columns id, text; columns: prompt"):

@@ -203,7 +203,7 @@ def _parquet(file: Path, limit: int | None) -> FileRows:
     from whet.data.arrow import arrow_rows  # a plan of another file needs no pyarrow
     from whet.data.parquet import read_parquet
 
-    return arrow_rows(str(file), read_parquet(file), limit)
+    return arrow_rows(str(file), read_parquet(file, limit=limit), None)
 
 
 def _jsonl(file: Path, limit: int | None) -> FileRows:

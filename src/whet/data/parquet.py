@@ -51,9 +51,9 @@ def count_rows(file: Path) -> int:
         return pq.read_metadata(file).num_rows
 
 
-def read_parquet(file: Path, columns: Collection[str] | None = None) -> pa.Table:
-    """All rows of a parquet file, of all columns or of those of these that it has. Raises DataError for one that is
-    damaged, or too large in memory."""
+def read_parquet(file: Path, columns: Collection[str] | None = None, *, limit: int | None = None) -> pa.Table:
+    """The rows of a parquet file, at most `limit`, of all columns or of those of these that it has. Raises DataError
+    for one that is damaged, or too large in memory."""
     with _reading(file):
         most = max(ROOM, MOST_GROWTH * file.stat().st_size)
         opened = pq.ParquetFile(file, memory_map=True)
@@ -69,20 +69,25 @@ def read_parquet(file: Path, columns: Collection[str] | None = None) -> pa.Table
             wanted
         )  # in little memory; to ask a damaged group what it holds would end the process
         empty = schema.empty_table().select(wanted)
-        table = pa.concat_tables([empty, *_groups(opened, file, most, wanted, empty.schema)])
+        groups = _groups(opened, file, most, wanted, empty.schema, limit)
+        table = pa.concat_tables([empty, *groups]).slice(0, limit)
         table.validate(full=True)
-    if table.num_rows != opened.metadata.num_rows:
+    listed = opened.metadata.num_rows
+    if table.num_rows != (listed if limit is None else min(limit, listed)):
         raise DataError(
-            f"{file}: has {table.num_rows} rows, but its metadata lists {opened.metadata.num_rows}; copy the file again"
+            f"{file}: has {table.num_rows} rows, but its metadata lists {listed}; copy the file again"
         )
     return table
 
 
 def _groups(
-    opened: pq.ParquetFile, file: Path, most: int, wanted: list[str], schema: pa.Schema
+    opened: pq.ParquetFile, file: Path, most: int, wanted: list[str], schema: pa.Schema, limit: int | None
 ) -> Iterator[pa.Table]:
-    taken = 0
+    """As many as have `limit` rows."""
+    taken = read = 0
     for number in range(opened.num_row_groups):
+        if limit is not None and read >= limit:
+            return
         group = opened.metadata.row_group(number)
         paths = [opened.schema.column(n).path for n in range(group.num_columns)]
         places = [n for n, path in enumerate(paths) if _is_in(path, wanted)]
@@ -95,6 +100,7 @@ def _groups(
             _check(taken, file, most)
             _check_rows(batch, sum(b.num_rows for b in batches), file, number)
             batches.append(batch)
+        read += sum(b.num_rows for b in batches)
         yield pa.Table.from_batches(batches, schema=schema).combine_chunks()
 
 
