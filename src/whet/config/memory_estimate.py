@@ -20,7 +20,7 @@ from whet.config.rank_share import HostedModel, part
 from whet.config.rank_share import rank_phases as spread_phases
 from whet.config.resuming import class_of
 from whet.config.schema import TrainConfig
-from whet.config.sizes import DTYPE_BYTES, PAGE_TOKENS, Shape, in_words, micro_batch_tokens
+from whet.config.sizes import DTYPE_BYTES, PAGE_TOKENS, VECTOR, Shape, in_words, micro_batch_tokens
 from whet.types import ConfigError
 
 MAKER = "the process that makes models"
@@ -65,9 +65,6 @@ def phases(plan: Plan) -> list[Phase]:
 
 REUSED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """Families of dense models whose layers over the cache are one call of C, if their heads have whole vectors."""
-
-VECTOR = 16
-"""Numbers of a vector in C."""
 
 
 def reused_bytes(shape: Shape) -> int:

@@ -22,6 +22,8 @@ from whet.types import ConfigError, Json
 
 PAGE_TOKENS = 16
 """Tokens of one page of the KV cache."""
+VECTOR = 16
+"""Numbers of a vector in C: attention of heads that have no whole vectors is not computed there."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MOST_SIZE = 2**31 - 1

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from whet.config.sizes import VECTOR
 from whet.models import torch_ops, triton_ops
 from whet.models.build import BuildError, library
 from whet.models.products import room
@@ -461,7 +462,7 @@ class _AttendPacked(Function):
 def attend_packed(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, segments: Segments, **how: Unpack[Weighing]
 ) -> Tensor:
-    if not _native(q_NHD, k_NKD, v_NKD) or q_NHD.shape[2] % 16:
+    if not _native(q_NHD, k_NKD, v_NKD) or q_NHD.shape[2] % VECTOR:
         return torch_ops.attend_packed(q_NHD, k_NKD, v_NKD, segments, **how)
     whole = segments.tokens == len(q_NHD) == len(k_NKD) and k_NKD.shape == v_NKD.shape
     if not whole or q_NHD.shape[2] != k_NKD.shape[2] or q_NHD.shape[1] % k_NKD.shape[1]:
@@ -509,7 +510,7 @@ def attend_cached(
     **how: Unpack[Weighing],
 ) -> Tensor:
     _, heads, size = q_NHD.shape
-    if not _native(q_NHD) or not _float32(k_pages, v_pages) or size % 16:
+    if not _native(q_NHD) or not _float32(k_pages, v_pages) or size % VECTOR:
         return torch_ops.attend_cached(
             q_NHD,
             k_pages,

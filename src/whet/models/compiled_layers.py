@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whet.config.sizes import VECTOR
 from whet.models.activations import LayerOutput
 from whet.models.compiled import _MAX_HEAD, _Cached, _lib, _memory
 from whet.models.products import multiplies
@@ -99,7 +100,7 @@ def cached_layers(
     size = numbers.head_dim
     given = [h_ND, cos_ND, sin_ND, tokens.k, tokens.v, *(t for t in chain(*layers) if t is not None)]
     dense = multiplies(*given) and all(t.is_contiguous() for t in given)
-    if not dense or h_ND.dtype is not torch.float32 or size % 16 or size > _MAX_HEAD:
+    if not dense or h_ND.dtype is not torch.float32 or size % VECTOR or size > _MAX_HEAD:
         return None
     rows = [
         (*(0 if t is None else t.data_ptr() for t in layer), window) for layer, window in zip(layers, windows)
