@@ -340,6 +340,10 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["model.scratch.num_key_value_heads=3"], "3 does not divide num_attention_heads=4; these do: 1, 2, 4"),
         (["model.scratch.num_attention_heads=5"], "num_attention_heads=5 does not divide hidden_size=32; give"),
         (["model.scratch.head_dim=7"], "7 is odd"),
+        (["model.overrides.hidden_size=0"], "model.overrides: hidden_size is 0, expected a whole number from 1"),
+        (["model.overrides.head_dim=0"], "model.overrides: head_dim is 0, expected a whole number from 1"),
+        (["model.overrides.num_key_value_heads=3"],
+         "model.overrides: num_key_value_heads=3 does not divide num_attention_heads=4"),
         (["model.scratch.name=qwen3_moe", "model.scratch.num_experts_per_tok=9"], "9 is more than "
          "num_experts=8"),
         (["model.scratch.max_position_embeddings=200"], "64 prompt tokens + 256 reply tokens "

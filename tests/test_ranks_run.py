@@ -112,6 +112,15 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["train.parallel.pipeline_chunks=2"], "there is no pipeline"),
         (["train.parallel.ep=2"], "2 does not divide dp_shard=1"),
+        (["train.parallel.tp=4"], r"parallel.tp: 4 does not divide the 2 attention heads of the model"),
+        (
+            ["train.parallel.tp=2", "model.scratch.num_key_value_heads=1"],
+            "2 does not divide the 1 key/value heads",
+        ),
+        (
+            ["train.parallel.tp=2", "model.scratch.intermediate_size=49"],
+            "2 does not divide the 49 columns of the gated layers",
+        ),
         (
             ["train.parallel.dp_shard=2", "train.parallel.ep=2"],
             "has no experts|model's 0 experts; set it to 1",

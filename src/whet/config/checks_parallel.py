@@ -90,6 +90,19 @@ def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{key}.tp",
             "the layers of gpt-oss cannot be partitioned by tensor parallelism; set it to 1 and use ep, cp or dp_shard",
         )
+    if model is not None:
+        sizes = {
+            "attention heads": model.heads,
+            "key/value heads": model.kv_heads,
+            "columns of the gated layers": model.ffn,
+        }
+        for what, size in sizes.items():
+            if size % p.tp:
+                yield (
+                    f"{key}.tp",
+                    f"{p.tp} does not divide the {size} {what} of the model, of which every rank needs the same "
+                    "number; choose another tp, or cp, which repeats key/value heads where it has to",
+                )
     if model is not None and p.ep > 1 and (not model.experts or model.experts % p.ep):
         yield (
             f"{key}.ep",

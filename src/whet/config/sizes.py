@@ -257,6 +257,9 @@ def folder_shape(folder: Path, overrides: Mapping[str, Json], *, model: ModelCon
 def config_sizes(config: Mapping[str, Json]) -> dict[str, Json]:
     """The sizes of a Hugging Face text config, by the names of `Shape`. KeyError for one of no decoder."""
     heads = _size(config, "num_attention_heads")
+    kv_heads = _size_or(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     family = config.get("model_type", "")
     if not isinstance(family, str):
         raise ValueError(f"model_type is {family!r}, expected a name")
@@ -268,7 +271,7 @@ def config_sizes(config: Mapping[str, Json]) -> dict[str, Json]:
         "hidden": hidden,
         "layers": _size(config, "num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
-        "kv_heads": _size_or(config, "num_key_value_heads", heads),
+        "kv_heads": kv_heads,
         "head_dim": _size_or(config, "head_dim", max(1, hidden // heads)),
         "ffn": _size_or(config, "moe_intermediate_size", ffn) if experts else ffn,
         "experts": experts,
@@ -288,8 +291,8 @@ def _size(config: Mapping[str, Json], key: str, *, most: int = MOST_SIZE) -> int
 
 
 def _size_or(config: Mapping[str, Json], key: str, default: Any) -> Any:
-    """A size that may be absent, null or 0."""
-    return _size(config, key) if config.get(key) else default
+    """A size that may be absent, null or what it is by default."""
+    return default if config.get(key) in (None, default) else _size(config, key)
 
 
 def check_files(
