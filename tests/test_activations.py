@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import mmap
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +34,7 @@ from whet.config.schema import ModelConfig, OptimizerConfig
 from whet.config.sizes import PAGE_TOKENS, Shape, config_sizes, new_shape
 from whet.context import Context
 from whet.job import Models
+from whet.learner import Learner
 from whet.models import kernels
 from whet.models.activations import Activations, LayerOutput, PackedActivations
 from whet.models.packing import PackedLayout, layout
@@ -502,6 +504,27 @@ def test_each_stage_has_the_room_of_its_own_plan(tmp_path: Path, monkeypatch: py
     whet.train(**copy.deepcopy(given))
     assert rows == [reused_tokens(plan) for plan in plans(load(None, values=given))]
     assert rows[0] > rows[2] > rows[1] == 0
+
+
+def test_a_stage_has_the_kv_cache_of_its_own_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that samples nothing has none, and what was written to in the stage before is given back."""
+    caches: list[weakref.ref[Tensor] | None] = []
+    open_learner = stages.open_learner
+
+    def seen(context: Context, models: Models, **parts: Any) -> Learner:
+        assert isinstance(models.engine, NativeEngine)
+        cache = models.engine.runner.cache
+        caches.append(None if cache is None else weakref.ref(cache.k))
+        assert (cache is not None) == bool(context.plan.kv_cache_bytes)
+        assert [each() is not None for each in caches[:-1] if each] == [False] * (len(caches) > 1)
+        return open_learner(context, models, **parts)
+
+    monkeypatch.setattr(stages, "open_learner", seen)
+    names = {"rl": "grpo", "sft": "sft", "again": "grpo"}
+    given = {**values(tmp_path / "run", steps=1), "data": RUN["data"], "eval": {}}
+    given["stages"] = [{"name": name, "algorithm": {"name": own}} for name, own in names.items()]
+    whet.train(**given | {"rollout": {**RUN["rollout"], "sampling": {"max_tokens": 8}}})
+    assert [each is not None for each in caches] == [True, False, True]
 
 
 def test_without_addresses_for_it_the_run_computes_everything(

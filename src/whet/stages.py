@@ -11,6 +11,7 @@ from whet.algos.recipes import build as build_algorithm
 from whet.config.evaluation import evaluates
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.memory_estimate import out_of_memory, reused_tokens
+from whet.config.plan import Plan
 from whet.config.plan import plan as make_plan
 from whet.config.plan import tasks_of
 from whet.config.recipes import resolve
@@ -26,6 +27,7 @@ from whet.learner import Learner, Sampled, open_learner
 from whet.loop import steps
 from whet.placement import open_ranks
 from whet.recorder import open_recorder
+from whet.rollout.engine import RolloutEngine
 from whet.rollout.episode import sampling_by_source
 from whet.rollout.native.engine import NativeEngine
 from whet.simulated_learner import open_simulated
@@ -85,6 +87,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
     timeline.at = job.loaded.names[index], state["step"] if start else 0
     with ExitStack() as ranks:  # they end with the stage, also where it cannot begin
         with timeline.span(OPEN_STAGE, STEPS):
+            await renew_cache(job.models.engine, job.plans[index])
             stage, profiler = open_stage(job, index, before, ranks)
             if start is not None:
                 done = stage.restore(start, state, changed=job.change)
@@ -238,6 +241,15 @@ def open_stage(job: Job, index: int, before: StageEnd, stack: ExitStack) -> tupl
     return Stage(
         context, explorer, learner, weights, open_recorder(context, job, learner, begun.held_out)
     ), profiler
+
+
+async def renew_cache(engine: RolloutEngine | None, plan: Plan) -> None:
+    """Give back what the stage before has taken for its KV cache, before models and optimizers are made. A stage that
+    samples nothing has none."""
+    if isinstance(engine, NativeEngine):
+        await engine.place("cpu", frozenset({"cache"}))
+        if plan.generates:
+            await engine.place("gpu", frozenset({"cache"}))
 
 
 def share_activations(context: Context, models: Models, explorer: Explorer, learner: Learner) -> None:
