@@ -425,6 +425,14 @@ def test_in_stages(tmp_path: Path, found: list[bool]) -> None:
     assert found == [True] * 6
 
 
+def test_of_a_stage_after_one_that_samples_ahead(tmp_path: Path, found: list[bool]) -> None:
+    """The copy of the policy that the first and the last one sample from is not that of the second."""
+    ahead = {"rollout": {"max_staleness": 1}}
+    three = [{"name": "ahead", **ahead}, {"name": "in-turn"}, {"name": "again", **ahead}]
+    same_runs(tmp_path, stages=three)
+    assert found == [True] * 3
+
+
 @contextmanager
 def changed() -> Iterator[None]:
     """Inside it, what sampling has kept is wrong."""

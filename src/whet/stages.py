@@ -11,9 +11,8 @@ from whet.algos.recipes import build as build_algorithm
 from whet.config.evaluation import evaluates
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.memory_estimate import out_of_memory, reused_tokens
-from whet.config.plan import Plan
+from whet.config.plan import Plan, tasks_of
 from whet.config.plan import plan as make_plan
-from whet.config.plan import tasks_of
 from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint
 from whet.config.simulated import simulated
@@ -259,7 +258,7 @@ def share_activations(context: Context, models: Models, explorer: Explorer, lear
     if not isinstance(engine, NativeEngine) or (kept := engine.kept) is None:
         return
     kept.resize(0)
-    if not (rows and learner.exact and isinstance(policy, TorchEngine) and engine.module is policy.module):
+    if not (rows and learner.exact and isinstance(policy, TorchEngine)):
         return
     try:
         kept.resize(rows)

@@ -133,8 +133,9 @@ def open_weights(
     if out is not None and policy.machine is not None:
         who = "a rank" if out.there else "this process, because the ranks do not reach the run directory,"
         log.info("stage %s: the ranks are on another machine; %s writes their weights", context.name, who)
-    sampler: TrainEngine | None = models.sampler
-    if models.sampler_on_ranks:
+    # another stage may need the copy; this one samples from the policy itself where it can, as its plan says
+    sampler: TrainEngine | None = models.sampler if context.plan.samples_apart else None
+    if models.sampler_on_ranks and context.plan.samples_apart:
         sampler = engine_of(
             models, context.cfg, "sampler", models.policy.copied(), ranks=ranks, cut=MicroBatchPolicy()
         )

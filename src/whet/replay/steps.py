@@ -219,7 +219,7 @@ def read(run_dir: Path) -> Recorded:
     as_run = config_of(run_dir, ())
     loaded = in_one_process(as_run)
     planned, elsewhere = plans(loaded, here=False), loaded != as_run
-    copies = elsewhere and any(plan.samples_apart and plan.generates for plan in planned)
+    copies = [elsewhere and plan.samples_apart and plan.generates for plan in planned]
     found = _checkpoints(run_dir / "checkpoints")
     return Recorded(
         path=run_dir,
@@ -228,7 +228,7 @@ def read(run_dir: Path) -> Recorded:
         starts=[
             ReplayStart((0, 0)),
             # a trainer that does not sample may have no copy of the weights that sampled
-            *(start for start in found if not copies or _has_copy(start)),
+            *(start for start in found if not copies[start.at[0]] or _has_copy(start)),
         ],
         lines=written.metrics,
         branches=[c for c in written.changes if c["kind"] == "branch"],
