@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -540,9 +540,16 @@ def test_weights_in_place_are_seen_and_another_module_is_adopted() -> None:
     assert fresh.version == 3
 
 
-def faults(good: list[tuple[str, Tensor]]) -> dict[str, list[tuple[str, Tensor]]]:
+def torn(good: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """As of a file that ends early."""
+    yield from good[:3]
+    raise OSError("the file is torn")
+
+
+def faults(good: list[tuple[str, Tensor]]) -> dict[str, Iterable[tuple[str, Tensor]]]:
     name, tensor = good[3]
     return {
+        "the file is torn": torn(good),
         "were not received": good[:-1],
         "was received twice": [*good, good[0]],
         "is not a parameter": [*good, ("model.extra.weight", tensor)],
@@ -551,7 +558,7 @@ def faults(good: list[tuple[str, Tensor]]) -> dict[str, list[tuple[str, Tensor]]
 
 
 @pytest.mark.parametrize(
-    "fault", ["were not received", "was received twice", "is not a parameter", "expected"]
+    "fault", ["were not received", "was received twice", "is not a parameter", "expected", "the file is torn"]
 )
 def test_a_weight_sync_that_is_not_whole_is_refused(fault: str) -> None:
     module = tiny_model()
@@ -562,7 +569,7 @@ def test_a_weight_sync_that_is_not_whole_is_refused(fault: str) -> None:
         spy = Spy(e)
         flying = asyncio.create_task(reply(e, [3, 4], Sampling(max_tokens=60, ignore_eos=True)))
         await at_step(spy, 2)
-        with pytest.raises(WhetError, match=fault):
+        with pytest.raises(OSError if "torn" in fault else WhetError, match=fault):
             await e.update_weights(WeightUpdate(version=1, tensors=iter(faults(good)[fault])))
         assert e.version == 0
         with pytest.raises(WhetError, match="weights are incomplete"):

@@ -843,6 +843,22 @@ def test_hf_goes_on_under_new_weights_with_a_new_cache() -> None:
     np.testing.assert_allclose(rest.logprobs, done.logprobs[kept:], atol=1e-6)
 
 
+def test_hf_does_not_sample_from_half_of_what_a_torn_file_has() -> None:
+    full = list(tiny_model(seed=1).named_parameters())
+
+    def torn() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from full[:3]
+        raise OSError("the file is torn")
+
+    async def story(e: HfEngine) -> None:
+        with pytest.raises(OSError, match="torn"):
+            await e.update_weights(WeightUpdate(version=1, tensors=torn()))
+        with pytest.raises(WhetError, match="weights are incomplete: the file is torn"):
+            await reply(e, PROMPT, Sampling(max_tokens=2))
+
+    run(story(HfEngine(tiny_model(), end_token_ids=[END], max_context=LIMIT)))
+
+
 def test_a_script_may_return_a_whole_completion_and_is_recorded() -> None:
     whole = Completion(
         token_ids=[4],

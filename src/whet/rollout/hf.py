@@ -153,7 +153,7 @@ class HfEngine:
     def _copy(self, update: WeightUpdate) -> None:
         try:
             copy_weights(self.module, update.named())
-        except WhetError as error:
+        except Exception as error:  # also of files that tensors are read from
             self.gate.close(f"the engine's weights are incomplete: {error}")
             raise
 

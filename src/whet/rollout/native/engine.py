@@ -194,17 +194,15 @@ class NativeEngine:
     async def update_weights(self, update: WeightUpdate) -> Receipt:
         """Rows in flight keep their tokens and continue with the new weights; their cache is recomputed.
 
-        Raises WhetError if a tensor is missing, is given twice or does not fit. Then the version stays and, as the
-        weights may be a mix, all requests fail until a full set has been loaded.
+        Raises WhetError if a tensor is missing, is given twice or does not fit, and what reading one raises. Then the
+        version stays and, as the weights may be a mix, all requests fail until a full set has been loaded.
         """
         if self.closed:
             raise WhetError(CLOSED)
         self._interrupt()
         self.scheduler.pages.forget()
-        if update.module is None:
+        if update.module is None or self.quantized:
             self._copy(update)
-        elif self.quantized:
-            follow(self.module, update.module)
         else:
             self.runner.adopt(update.module)
         self.version = update.version
@@ -395,8 +393,11 @@ class NativeEngine:
 
     def _copy(self, update: WeightUpdate) -> None:
         try:
-            copy_weights(self.module, update.named())
-        except WhetError as error:
+            if update.module is None:
+                copy_weights(self.module, update.named())
+            else:
+                follow(self.module, update.module)
+        except Exception as error:  # also of files that tensors are read from
             self._break(f"the engine's weights are incomplete: {error}")
             raise
 
