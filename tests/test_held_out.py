@@ -333,7 +333,7 @@ def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.yaml; give a run directory"):
         config_of(tmp_path, [])
     (tmp_path / "config.yaml").write_text(CONFIG.replace("PLACE", str(tmp_path)))
-    with pytest.raises(ConfigError, match="there is nothing to evaluate"):
+    with pytest.raises(ConfigError, match=r"there is nothing to evaluate: .*\(--offline FILE\)$"):
         judge_checkpoints(config_of(tmp_path, ["data.eval=[]", "stages=[{name: sft, train: {steps: 2}}]"]))
     with pytest.raises(CheckpointError, match="has no checkpoint to evaluate"):
         judge_checkpoints(config_of(tmp_path, []))

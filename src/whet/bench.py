@@ -237,8 +237,7 @@ def judge_checkpoints(
     if not any(plan.evaluates for plan in planned):
         raise ConfigError(
             "there is nothing to evaluate: data.eval is empty, or evaluation is off. Give held-out tasks (--data "
-            "FILE), or replies to score (--offline FILE); to evaluate the checkpoints of the run: "
-            f"whet eval {cfg.run_dir}"
+            "FILE, in Python data=...), or replies to score (--offline FILE)"
         )
     environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     out = Path(cfg.run_dir) / FOLDER
