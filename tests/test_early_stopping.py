@@ -165,11 +165,17 @@ def test_a_model_is_evaluated_as_its_run_was(tmp_path, monkeypatch):
 
     how = {
         "overrides": ["data.max_prompt_tokens=16"],
-        "rollout": {"sampling": {"max_tokens": 4}},
-        "eval": {"success": 4.0},
+        "eval": {"success": 4.0, "sampling": {"max_tokens": 4}},  # nothing is trained: this alone has to fit
     }
     (line,) = whet.evaluate(run.run_dir / "export" / "main", data=ROWS[:2], rewards=length, **how)
     assert line["eval/eval/reward_mean"] == run.metrics[-1]["eval/eval/reward_mean"]
     assert (tmp_path / "runs" / "eval-main" / "bench" / "metrics.jsonl").is_file()
+    with pytest.raises(ConfigError, match=r"300 reply tokens \(eval.sampling.max_tokens\)"):
+        whet.evaluate(
+            run.run_dir / "export" / "main",
+            data=ROWS[:2],
+            rewards=length,
+            eval={"sampling": {"max_tokens": 300}},
+        )
     with pytest.raises(ConfigError, match=r"is a model; to evaluate it, give data \(.*\) and rewards \("):
         whet.evaluate(run.run_dir / "export" / "main")

@@ -347,7 +347,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["model.scratch.name=qwen3_moe", "model.scratch.num_experts_per_tok=9"], "9 is more than "
          "num_experts=8"),
         (["model.scratch.max_position_embeddings=200"], "64 prompt tokens + 256 reply tokens "
-         "(sampling.max_tokens) = 320, but model.scratch.max_position_embeddings is 200"),
+         "(rollout.sampling.max_tokens) = 320, but model.scratch.max_position_embeddings is 200"),
         (["rollout.group_size=1"], "advantage=grpo compares the rollouts of a group"),
         (["rollout.group_size=1", "algorithm.name=rloo"], "advantage=rloo compares the rollouts of a group"),
         (["rollout.sampling.temperature=0"], "all 8 rollouts of a task would be equal"),

@@ -197,7 +197,7 @@ def _for_model(folder: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if lacking:
         raise ConfigError(f"{folder} is a model; to evaluate it, give {' and '.join(lacking)}")
-    base = {"name": f"eval-{folder.resolve().name}", "model": {"path": str(folder)}, "train": {"steps": 1}}
+    base = {"name": f"eval-{folder.resolve().name}", "model": {"path": str(folder)}, "train": {"steps": 0}}
     return {**base, **sections, "data": {"train": data["eval"], **data}}
 
 

@@ -20,8 +20,8 @@ from whet.config.chosen import setting_problems
 from whet.config.evaluation import (
     all_sampling,
     eval_problems,
+    longest_reply,
     observation_tokens,
-    reply_tokens,
     tokens_after_prompt,
     total_tokens,
     writes_replies,
@@ -124,7 +124,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
         yield (key, text) if key.startswith("model.") else ("model.path", str(e))
         return
     yield from stop_tokens(cfg, found.vocab_size if found else None)
-    reply, told = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg)), observation_tokens(cfg)
+    (reply, key), told = longest_reply(cfg), observation_tokens(cfg)
     longest = cfg.data.max_prompt_tokens + tokens_after_prompt(cfg, reply)
     longest = min(longest, total_tokens(cfg, reply) or longest)
     if found and found.max_positions and longest > found.max_positions:
@@ -132,7 +132,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
         fix = f"raise {limit} or lower" if new else "lower"
         yield (
             "data.max_prompt_tokens",
-            f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens (sampling.max_tokens) "
+            f"{cfg.data.max_prompt_tokens} prompt tokens + {reply} reply tokens ({key}) "
             f"{f'+ {told} tokens of the environment (rollout.env.observation_tokens) ' if told else ''}= {longest}, "
             f"but {limit} is {found.max_positions}; {fix} one of the {'three' if told else 'two'}",
         )

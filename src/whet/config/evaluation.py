@@ -85,6 +85,16 @@ def reply_tokens(cfg: Config) -> int:
     return max(how.sampling.max_tokens for how in all_asked(cfg).values()) if judges(cfg) else 0
 
 
+def longest_reply(cfg: Config) -> tuple[int, str]:
+    """The most tokens of a reply in training and in evaluation, and the key that says so."""
+    asked_for = (reply_tokens(cfg), "eval.sampling.max_tokens")
+    return (
+        max((cfg.rollout.sampling.max_tokens, "rollout.sampling.max_tokens"), asked_for)
+        if trains(cfg)
+        else asked_for
+    )
+
+
 def observation_tokens(cfg: Config) -> int:
     """The most tokens of an environment in one rollout; 0 without one."""
     return cfg.rollout.env.observation_tokens if cfg.rollout.env else 0

@@ -23,7 +23,7 @@ from whet.config.evaluation import (
     eval_sampling,
     evaluates,
     judges,
-    reply_tokens,
+    longest_reply,
     scores_alone,
     tokens_after_prompt,
     total_tokens,
@@ -175,7 +175,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
     size = shape(cfg.model, cfg.tokenizer)
     device = device_of(cfg)
     tensors = size.tensors if size else None
-    reply = max(cfg.rollout.sampling.max_tokens, reply_tokens(cfg))
+    reply, _ = longest_reply(cfg)
     return Plan(
         name=name,
         cfg=cfg,
