@@ -94,6 +94,7 @@ def test_epochs_become_steps_when_the_rows_are_known():
 def test_steps_and_epochs_whichever_ends_first():
     cfg = load(None, ["train={steps: 5, epochs: 2, tasks_per_step: 16}"], {**BASE, "train": {}}).config
     assert plan(cfg).total_steps is None
+    assert "at most 5: epochs x rows" in printed((plan(cfg),))
     assert plan(cfg, rows=32).steps == 4
     assert plan(cfg, rows=100).steps == 5
 

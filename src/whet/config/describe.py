@@ -42,9 +42,7 @@ def facts(plan: Plan) -> dict[str, str]:
     return {
         "algorithm": f"{a.name}: advantage {a.advantage}, loss {a.loss}, {a.loss_agg_mode}",
         "source": a.source,
-        "steps": f"{plan.steps}"
-        if known
-        else "epochs x rows / tasks per step; the number of rows is not known yet",
+        "steps": f"{plan.steps}" if known else _unknown_steps(plan.train.steps),
         "batch": arithmetic(plan),
         "optimizer steps": _optimizer_steps(plan) if known else f"{plan.updates_per_step} per step",
         "longest": f"{plan.cfg.data.max_prompt_tokens} prompt + {plan.reply_tokens} reply tokens"
@@ -59,6 +57,12 @@ def facts(plan: Plan) -> dict[str, str]:
         "disk": _disk(plan),
         "machine": _machine(plan),
     }
+
+
+def _unknown_steps(given: int | None) -> str:
+    """Where the epochs end is not known; they end at the given steps at the latest."""
+    epochs = "epochs x rows / tasks per step; the number of rows is not known yet"
+    return epochs if given is None else f"at most {given}: {epochs}"
 
 
 def _facts_of_replies(plan: Plan) -> dict[str, str]:
