@@ -638,7 +638,8 @@ def test_a_source_left_empty_says_why(tmp_path, tokenizer):
     held = eval_tasks([source.model_copy(update={"limit": 1})], DataConfig(), tokenizer=tokenizer)
     with pytest.raises(
         DataError,
-        match=r"'a' is empty after filtering: 1 held_out, 0 kept, 2 overlong_prompt_dropped, 3 rows",
+        match=r"'a' is empty after filtering: 1 held_out, 0 kept, 2 overlong_prompt_dropped, 3 rows\. "
+        r"Prompts of more than 4 tokens, .* raise data\.max_prompt_tokens",
     ):
         stream(tokenizer, source, exclude=held, max_prompt_tokens=4, overlong="filter")
 

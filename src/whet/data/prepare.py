@@ -191,14 +191,9 @@ def _prepare(work: _Work) -> Prepared:
     work.counts.update(rows=len(rows), kept=len(numbers))
     if not numbers:
         told = ", ".join(f"{n} {what}" for what, n in sorted(work.counts.items()))
-        excluded = work.counts["held_out"] == len(rows)
-        remedy = (
-            " Every training row has the same prompt as a held-out task, and such rows are excluded: use other "
-            "tasks in data.eval."
-            if excluded
-            else ""
+        raise DataError(
+            f"Data source {rows.name!r} is empty after filtering: {told}.{_remedy(work, len(rows))}"
         )
-        raise DataError(f"Data source {rows.name!r} is empty after filtering: {told}.{remedy}")
     token_ids = np.concatenate(pieces)
     row_K = np.array(numbers, dtype=np.int64)
     end_K = np.cumsum(lengths, dtype=np.int64)
@@ -427,6 +422,21 @@ def _fitted_together(
     if rule == "filter":
         return None
     return ids if rule == "truncate_right" else fit(ids, max(1, limit - longest), rule)
+
+
+def _remedy(work: _Work, rows: int) -> str:
+    """What to do about a source of which no row is left."""
+    if work.counts["held_out"] == rows:
+        return (
+            " Every training row has the same prompt as a held-out task, and such rows are excluded: use other "
+            "tasks in data.eval."
+        )
+    if work.counts["overlong_prompt_dropped"]:
+        return (
+            f" Prompts of more than {work.data.max_prompt_tokens} tokens, with chat template and system prompt, are "
+            "dropped: raise data.max_prompt_tokens, or set data.overlong to one of the ways to truncate."
+        )
+    return ""
 
 
 _LIMITS = {"prompt": "data.max_prompt_tokens", "total": "data.max_total_tokens"}
