@@ -48,6 +48,8 @@ def test_calls_that_make_no_sense_are_refused_in_words() -> None:
             whet.train(rewards=rewards, **SECTIONS)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"overrides: got .*'train.steps', 3.*, expected a list of texts"):
         whet.train(overrides=[("train.steps", 3)], **SECTIONS)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="rewrds: unknown key; did you mean rewards"):
+        whet.train(rewrds=len)
     with pytest.raises(ConfigError, match="unused: got 'ignore'; expected one of refuse, warn"):
         whet.train(unused="ignore", **SECTIONS)  # type: ignore[arg-type]
 

@@ -137,7 +137,10 @@ def load(
     else:
         draft.expand()
     if values:
-        draft.put((), plain(values), "values")
+        # Whatever its value: a misspelt argument of `whet.train` may be a function.
+        unknown = [name for name in values if keys.lookup((name,)) is None]
+        draft.problems += [("values", f"{name}: unknown key{keys.did_you_mean((name,))}") for name in unknown]
+        draft.put((), plain({name: v for name, v in values.items() if name not in unknown}), "values")
     for override in overrides:
         draft.override(override)
     if translation is not None and not draft.problems:
