@@ -29,6 +29,7 @@ import whet
 from browser import Browser, find
 from tiny import RUN
 from whet.config.parse import parse
+from whet.envs.tools import fit
 from whet.track.record import RunDirectory
 from whet.track.written import ROLLOUTS
 from whet.types import Message, Rollout, Strand, Task, ToolCall, Turn
@@ -266,6 +267,8 @@ def test_the_list_of_runs_says_how_each_is(browser: Browser, address: str, runs:
     states = dict(zip(runs, browser.evaluate(state)))
     assert (states["single"], states["empty"]) == ("finished", "not running")
     assert states["damaged"] == "damaged"
+    single = "[...document.querySelector('[data-run=\"RUN\"]').cells].slice(1).map(one => one.innerText)"
+    assert "–" not in browser.evaluate(single.replace("RUN", runs["single"])), "every column is filled"
     browser.go(f"{address}#/run/{runs['empty']}/rollouts")
     assert texts(browser, "[data-empty]") == ["No rollouts are recorded yet."]
     browser.go(f"{address}#/run/{runs['damaged']}/rewards")
@@ -434,6 +437,34 @@ def test_an_agents_rollout_opens_as_a_transcript(
     assert len(shown) == turns[row]
     assert all(re.fullmatch(r"\S+ s sampling, \S+ s environment", one) for one in shown)
     picture(browser, "transcript")
+
+
+def test_a_transcript_says_what_was_cut_and_keeps_long_words_in_its_cards(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path / "run", ["rl"])
+    results = [fit("a" * 100, 20, "middle")[0], "[executed in 3 ms]", "about... 5 characters too many"]
+    messages = [Message("tool", text, tool_call_id=f"c{n}", name="look") for n, text in enumerate(results)]
+    rollout = Rollout(
+        task=Task(uid=0, source="s", prompt="x" * 5000),
+        index=0,
+        strands=(strand([0, 1], [0, 1], Turn(1, 2, "stop", calls=0)),),
+        finish_reason="stop",
+        messages=(Message("assistant", "one"), *messages),
+        text="one",
+        reward=1.0,
+    )
+    run.write_rollouts("rl", 1, [rollout], advantages=[0.0])
+    run.log("rl", 1, metrics={"reward/mean": 1.0}, timings={})
+    run.close()
+    with served(tmp_path / "run") as url:
+        browser.go(f"{url}#/run/0/rollout/rl/1/0")
+        flags = "[...document.querySelectorAll('[data-role=tool]')].map(one => !!one.querySelector('.flag'))"
+        assert browser.evaluate(flags) == [True, False, False]
+        widths = browser.evaluate(
+            "[...document.querySelectorAll('.turn')].map(one => [one.scrollWidth, one.clientWidth])"
+        )
+        assert [inner for inner, _ in widths] == [outer for _, outer in widths]
 
 
 def test_a_group_stands_side_by_side(browser: Browser, address: str, runs: dict[str, str]) -> None:

@@ -77,7 +77,6 @@ export async function runsPage(context) {
         number(run.held_out, 3),
         short(run.tokens_per_s),
         h("span", { class: run.faults ? "warn" : null }, number(run.faults)),
-        typeof run.cost === "object" && run.cost ? JSON.stringify(run.cost) : number(run.cost, 3),
         visible(run.started_utc ?? "–")
           .replace("T", " ")
           .replace(/\+00:00$/, ""),
@@ -99,7 +98,6 @@ export async function runsPage(context) {
               right("held-out", "newest accuracy"),
               right("tokens/s"),
               right("faults", "rollouts that failed"),
-              right("cost"),
               "started (UTC)",
             ],
             rows,

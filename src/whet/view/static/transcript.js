@@ -3,6 +3,8 @@
 import { duration, facts, h, line, number, visible } from "./dom.js";
 
 const LONG = 1200;
+/** As `fit` of whet.envs.tools writes it in place of what it took out of a result. */
+const CUT = /\[\.\.\. \d+ characters cut \.\.\.\]/;
 const OF_TURN = ["strand", "start", "end", "finish_reason", "reward", "calls", "malformed"];
 
 /** The cards of a rollout's conversation. Replies of the policy and its turns are in the same order. */
@@ -56,7 +58,6 @@ function body(text) {
 
 /** A message of anybody but the policy. */
 function messageCard(role, text, message = {}) {
-  const cut = /\[[^\]]*cut[^\]]*\]|\.\.\. \d+ (tokens|characters) /i.test(text ?? "");
   return h(
     "article",
     { class: `turn ${["tool", "user", "system", "prompt"].includes(role) ? role : "other"}`, data: { role } },
@@ -65,7 +66,7 @@ function messageCard(role, text, message = {}) {
       {},
       h("b", {}, role === "tool" ? `result${message.name ? ` of ${visible(message.name)}` : ""}` : visible(role)),
       message.tool_call_id && h("span", { class: "dim" }, visible(message.tool_call_id)),
-      cut && h("span", { class: "flag" }, "cut"),
+      CUT.test(text ?? "") && h("span", { class: "flag" }, "cut"),
     ),
     body(text),
   );
