@@ -509,8 +509,9 @@ def test_a_running_run_is_shown_as_it_goes_on(browser: Browser, tmp_path: Path) 
             metrics.write('{"stage": "rl", "step": 3, "reward/mean": 0.75}\n')
         browser.wait("document.querySelector('[data-chart] svg').getAttribute('aria-label').includes('0.75')")
         picture(browser, "running")
-        (tmp_path / "run" / "lock").write_text("")
-        browser.wait("document.querySelector('[data-state]').dataset.state === 'not running'")
+        for lock, state in (("", "not running"), (f"{os.getpid()} {os.uname().nodename}", "running")):
+            (tmp_path / "run" / "lock").write_text(lock)
+            browser.wait(f"document.querySelector('[data-state]').dataset.state === '{state}'")
 
 
 def large_run(path: Path, *, steps: int, rows: int, tokens: int = 16) -> None:
@@ -567,6 +568,89 @@ def test_a_hundred_thousand_rollouts_scroll(browser: Browser, tmp_path: Path) ->
         browser.press("G", "Enter")
         browser.wait("document.body.dataset.page === 'rollout' && document.body.dataset.ready")
         assert browser.evaluate("location.hash") == "#/run/0/rollout/rl/50/2047"
+
+
+class LiveRun:
+    """A run of 256 rollouts a step that goes on while a page shows it."""
+
+    def __init__(self, path: Path, browser: Browser) -> None:
+        self.path, self.browser, self.steps = path, browser, 0
+        large_run(path, steps=1, rows=256)
+        (path / "lock").write_text(f"{os.getpid()} {os.uname().nodename}")
+        (path / "run.log").write_text("".join(f"line {n}\n" for n in range(60)))
+        self.write("rl")
+        self.write("rl")
+
+    def write(self, stage: str) -> None:
+        """One more step."""
+        self.steps += 1
+        later = self.path / ".later"
+        later.write_bytes((self.path / "rollouts" / "rl-step-000001.parquet").read_bytes())
+        later.rename(self.path / "rollouts" / f"{stage}-step-{self.steps:06d}.parquet")
+        numbers = {"rollout/count": 256, "reward/mean": self.steps, "train/mismatch_mean_nats": self.steps}
+        with (self.path / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"stage": stage, "step": self.steps, **numbers}) + "\n")
+
+    def go_on(self, stage: str = "rl") -> None:
+        """One more step, which the page has shown."""
+        updates = "(document.body.dataset.updates ?? '0')"
+        before = self.browser.evaluate(updates)
+        self.write(stage)
+        self.browser.wait(f"{updates} !== '{before}'")
+
+
+@pytest.fixture
+def live(browser: Browser, tmp_path: Path) -> LiveRun:
+    return LiveRun(tmp_path / "run", browser)
+
+
+def test_what_is_looked_at_stays_as_the_run_goes_on(browser: Browser, live: LiveRun) -> None:
+    """Where a list is scrolled to, what is open, the value that is pointed at, a zoom."""
+    with served(live.path) as url:
+        browser.go(f"{url}#/run/0/rollouts")
+        browser.evaluate("void (document.querySelector('.rows').scrollTop = 5000)")
+        live.go_on()
+        browser.wait("document.querySelector('.virtual').dataset.rows === '768'")
+        assert browser.evaluate("document.querySelector('.rows').scrollTop") == 5000
+        browser.go(f"{url}#/run/0/ledger")
+        browser.evaluate("document.querySelector('details').open = true")
+        live.go_on()
+        assert browser.evaluate("document.querySelector('details').open")
+        browser.go(f"{url}#/run/0?m=reward%2Fmean")
+        browser.evaluate("document.querySelector('[data-chart] svg').focus()")
+        browser.press("ArrowRight", "ArrowRight")
+        live.go_on()
+        browser.press("ArrowRight")
+        assert texts(browser, ".tip:not([hidden]) .where") == ["rl step 3"]
+        browser.go(f"{url}#/run/0/mismatch")
+        plot = "document.querySelector('[data-chart] svg')"
+        bounds = browser.settled(f"(({{x, y, width}}) => [x, y, width])({plot}.getBoundingClientRect())")
+        x, y, width = bounds
+        browser.drag((x + 0.4 * width, y + 50), (x + 0.8 * width, y + 50))
+        zoomed = browser.evaluate(f"{plot}.getAttribute('aria-label')")
+        live.go_on()
+        assert browser.evaluate(f"{plot}.getAttribute('aria-label')") == zoomed
+        assert "2 values" in zoomed
+
+
+def test_rollouts_that_come_later_are_searched_and_filtered(browser: Browser, live: LiveRun) -> None:
+    with served(live.path) as url:
+        browser.go(f"{url}#/run/0/rollouts?q=reply%201")
+        assert browser.evaluate("document.body.dataset.shown") == "222"
+        stages = "[...document.querySelector('[data-select=stage]').options].map(one => one.value)"
+        assert browser.evaluate(stages) == ["", "rl"]
+        live.go_on("later")
+        assert browser.evaluate("document.body.dataset.shown") == "333"
+        assert browser.evaluate(stages) == ["", "later", "rl"]
+
+
+def test_the_log_is_shown_from_its_end(browser: Browser, live: LiveRun) -> None:
+    with served(live.path) as url:
+        browser.go(f"{url}#/run/0")
+        place = "(({top, bottom}) => [top, bottom])(%s.getBoundingClientRect())"
+        top, bottom = browser.evaluate(place % "document.querySelector('[data-log]')")
+        line_top, line_bottom = browser.evaluate(place % "document.querySelector('[data-log] pre').lastChild")
+        assert top <= line_top < line_bottom <= bottom
 
 
 def test_an_exported_page_needs_no_server(

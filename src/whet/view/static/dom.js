@@ -41,6 +41,28 @@ export function put(element, ...children) {
   return element;
 }
 
+/** Replace what an element holds by its newer form, while somebody looks at it: what is open, scrolled, zoomed or in
+ * focus stays so in each part that has the same `data-part` as before. */
+export function renew(element, ...children) {
+  const parts = () => [...element.querySelectorAll("[data-part]")];
+  const before = new Map(parts().map((part) => [part.dataset.part, looks(part)]));
+  put(element, ...children);
+  for (const part of parts()) {
+    const looked = before.get(part.dataset.part);
+    if (!looked) continue;
+    if (part.tagName === "DETAILS") part.open = looked.open;
+    part.scrollTop = looked.top;
+    part.look?.(looked.view);
+    if (looked.focused) (part.querySelector("svg[tabindex], summary") ?? part).focus({ preventScroll: true });
+  }
+}
+
+/** How a part is looked at. A chart has `view()`, which says what it shows, and `look(view)`. */
+function looks(part) {
+  const focused = part.contains(document.activeElement);
+  return { open: part.open, top: part.scrollTop, view: part.view?.(), focused };
+}
+
 // ---------------------------------------------------------------- text of models
 
 const NAMED = { 9: "→", 10: "↵", 32: "·" };

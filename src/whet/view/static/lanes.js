@@ -12,9 +12,15 @@ const KINDS = { phase: "phase of a step", work: "work", part: "part of a work", 
 export function lanesChart(lanes, seconds) {
   const holder = h("div", { class: "plot" });
   const tip = h("div", { class: "tip", role: "status", hidden: true });
-  const figure = h("figure", { class: "chart lanes", data: { lanes: lanes.length } }, holder, tip);
+  const figure = h("figure", { class: "chart lanes", data: { lanes: lanes.length, part: "lanes" } }, holder, tip);
   const [names, row] = [150, 24];
-  let [from, to] = [0, seconds || 1];
+  const end_s = seconds || 1;
+  let [from, to] = [0, end_s];
+  figure.view = () => (to - from < end_s ? [from, to] : null);
+  figure.look = (view) => {
+    [from, to] = view ?? [0, end_s];
+    draw();
+  };
   const colors = new Map();
   for (const lane of lanes)
     for (const [name, kind] of lane.spans) if (kind !== "wait" && !colors.has(name)) colors.set(name, colors.size);
@@ -114,7 +120,7 @@ export function lanesChart(lanes, seconds) {
       tip.hidden = true;
     });
     image.addEventListener("dblclick", () => {
-      [from, to] = [0, seconds || 1];
+      [from, to] = [0, end_s];
       draw();
     });
     image.addEventListener("keydown", (event) => {
@@ -126,7 +132,7 @@ export function lanesChart(lanes, seconds) {
         "-": [from - width_s / 2, to + width_s / 2],
       }[event.key];
       if (!next) return;
-      [from, to] = [Math.max(next[0], 0), Math.min(next[1], seconds || 1)];
+      [from, to] = [Math.max(next[0], 0), Math.min(next[1], end_s)];
       event.preventDefault();
       draw();
       holder.querySelector("svg").focus();

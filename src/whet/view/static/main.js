@@ -144,35 +144,36 @@ async function navigate() {
   poll(context, header);
 }
 
-/** Ask again every two seconds while the run goes on and the page is looked at; tell the page when something is new. */
+/** Ask again every two seconds while the page is looked at, also of a run that has ended: it may be resumed. Tell the
+ * page when something is new. */
 async function poll(context, header) {
   const live = document.getElementById("live");
   const url = context.run ? ofRun(context.run.id) : "api/runs";
   live.textContent = isExported() ? "exported" : "";
   if (isExported()) return;
   let known = context.run ?? (await get(url).catch(() => null));
-  const goesOn = () => (context.run ? known?.state === "running" : known?.runs?.some((run) => run.state === "running"));
-  live.classList.toggle("on", goesOn() === true);
-  if (goesOn()) live.textContent = "live";
-  while (context.isCurrent() && goesOn()) {
+  const tell = (now) => {
+    const goesOn = [now, ...(now?.runs ?? [])].some((one) => one?.state === "running");
+    live.classList.toggle("on", goesOn);
+    live.textContent = goesOn ? "live" : "";
+  };
+  tell(known);
+  while (context.isCurrent()) {
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     if (document.hidden || !context.isCurrent()) continue;
     try {
       const next = await get(url);
-      live.textContent = "live";
-      if (next === known || !context.isCurrent()) continue;
+      if (!context.isCurrent()) continue;
+      tell(next);
+      if (next === known) continue;
       if (context.run) context.run = next;
       if (context.run) header.querySelector(".badge")?.replaceWith(stateBadge(next));
       await context.update?.(next);
       known = next;
       document.body.dataset.updates = Number(document.body.dataset.updates ?? 0) + 1;
     } catch (error) {
-      live.textContent = visible(error.message);
+      if (context.isCurrent()) live.textContent = visible(error.message);
     }
-  }
-  if (context.isCurrent()) {
-    live.textContent = "";
-    live.classList.remove("on");
   }
 }
 

@@ -1,6 +1,6 @@
 /* Pages of numbers over the steps of a stage: rewards, ledger, timeline, mismatch, evaluations. */
 
-import { h, line, number, panel, put, select, table, visible } from "./dom.js";
+import { h, line, number, panel, renew, select, table, visible } from "./dom.js";
 import { address, failure, get, getMetrics, ofRun, shown } from "./api.js";
 import { css, diverging, ink } from "./color.js";
 import { lanesChart } from "./lanes.js";
@@ -26,7 +26,7 @@ async function stagePage(context, title, told, make) {
   const stage = stageOf(run, context.query);
   const holder = h("div", {});
   const draw = async () =>
-    put(
+    renew(
       holder,
       stage === null ? noStages(run) : await shown(() => make(stage)),
     );
@@ -192,7 +192,7 @@ export async function ledgerPage(context) {
   const { run } = context;
   const holder = h("div", {});
   context.update = async () =>
-    put(
+    renew(
       holder,
       await shown(async () => {
         const told = await get(ofRun(run.id, "ledger"));
@@ -254,7 +254,7 @@ function ledgerOf(run, { stage, steps, counts, totals }, filters) {
           },
         }),
       ],
-    h("details", {}, h("summary", {}, "by step"), perStep(steps, names, counts, count)),
+    h("details", { data: { part: `steps ${stage}` } }, h("summary", {}, "by step"), perStep(steps, names, counts, count)),
   );
 }
 
@@ -282,7 +282,7 @@ function perStep(steps, names, counts, count) {
 export async function timelinePage(context) {
   const holder = h("div", {});
   context.update = async () =>
-    put(
+    renew(
       holder,
       await shown(async () => {
         const told = await get(ofRun(context.run.id, "timeline"));
@@ -393,7 +393,7 @@ export async function evaluationsPage(context) {
   const holder = h("div", {});
   const { run, query } = context;
   const draw = async () =>
-    put(
+    renew(
       holder,
       await shown(async () => {
         const told = await get(ofRun(run.id, "evals"));

@@ -158,11 +158,19 @@ export function chart(options) {
   const { series, bands = [], marks = [], breaks = [], log = false, smooth = 0, height = 190 } = options;
   const holder = h("div", { class: "plot" });
   const tip = h("div", { class: "tip", role: "status", hidden: true });
-  const figure = h("figure", { class: "chart", data: { chart: options.name, series: series.length } }, holder, tip);
+  const data = { chart: options.name, series: series.length, part: `chart ${options.name}` };
+  const figure = h("figure", { class: "chart", data }, holder, tip);
   const where = options.where ?? ((value) => `${options.xLabel ?? "step"} ${number(value, 8)}`);
   const colorOf = (n) => css(apart(series[n].color ?? n));
   let zoom = options.zoom ?? null;
   let drawn = null;
+  let at = null;
+  figure.view = () => ({ zoom, at: tip.hidden ? null : at });
+  figure.look = (view) => {
+    zoom = view.zoom;
+    draw();
+    if (view.at !== null) at = point(view.at);
+  };
 
   function draw() {
     const width = Math.max(Math.round(holder.clientWidth || figure.clientWidth || 480), 220);
@@ -252,8 +260,11 @@ export function chart(options) {
       drag,
     );
     drawn = { x, y, kept, left, right, width, cursor, drag };
+    const [focused, pointed] = [holder.contains(document.activeElement), tip.hidden ? null : at];
     put(holder, image);
     listen(image);
+    if (focused) image.focus({ preventScroll: true });
+    if (pointed !== null) at = point(pointed);
   }
 
   function pixel(event) {
@@ -327,7 +338,6 @@ export function chart(options) {
 
   function listen(image) {
     let start = null;
-    let at = null;
     image.addEventListener("pointerdown", (event) => {
       start = pixel(event);
       image.setPointerCapture(event.pointerId);

@@ -164,6 +164,7 @@ export async function rolloutsPage(context) {
     h("span", { class: "dim", data: { count: "" } }),
   ];
   const search = { text: null, hits: null, complete: true };
+  let offered = "";
 
   const list = virtualList({
     label: "rollouts",
@@ -233,14 +234,17 @@ export async function rolloutsPage(context) {
     return unpacked(answer);
   }
 
-  function draw() {
+  /** stay: rows have come while somebody looks at the list; the current one stays, wherever it is now. */
+  function draw(stay = false) {
     const { sort = null, down, at } = context.query;
+    const current = list.row;
     let rows = filtered(data, context.query, search.hits);
     if (sort) rows = sorted(data, rows, sort, down === "1");
     nothing.hidden = rows.length > 0 || (data.count === 0 && trouble.hasChildNodes());
     list.element.hidden = rows.length === 0;
     put(nothing, data.count ? "No rollout matches the filters." : "No rollouts are recorded yet.");
-    list.show(rows, { sort, down: down === "1", place: Number(at ?? 0) });
+    const place = stay && current !== undefined ? rows.indexOf(current) : Number(at ?? 0);
+    list.show(rows, { sort, down: down === "1", place, stay });
     const cut = search.complete ? "" : "; the search stopped before it had read everything";
     count.textContent = `${number(rows.length)} of ${number(data.count)}${cut}`;
     document.body.dataset.shown = rows.length;
@@ -263,16 +267,31 @@ export async function rolloutsPage(context) {
     if (search.text === wanted) search.hits = new Set(hits.map((hit) => hit.join("/")));
   }
 
+  /** Ask for the rows of one more step that have the text. */
+  async function findIn(stage, step) {
+    const { text, hits } = search;
+    if (!hits || ![undefined, stage].includes(context.query.stage)) return;
+    const answer = await get(address(ofRun(run.id, "search"), { q: context.query.q, stage, step }));
+    if (search.text === text) for (const hit of answer.hits) hits.add(hit.join("/"));
+  }
+
   function distinct(name) {
     return [...new Set(data.columns[name])].filter((one) => one !== null).sort((a, b) => (a < b ? -1 : 1));
+  }
+
+  /** What can be chosen from; the bar is drawn again when it is something else. */
+  function choices() {
+    const stops = [...new Set(data.columns.stop_reason.map((one, n) => one ?? data.columns.finish_reason[n]))]
+      .filter(Boolean)
+      .sort();
+    return { stages: distinct("stage"), sources: distinct("source"), stops };
   }
 
   function drawBar() {
     const q = context.query;
     const any = (values) => [["", "any"], ...values.map((value) => [String(value), line(value, 40)])];
-    const stops = [...new Set(data.columns.stop_reason.map((one, n) => one ?? data.columns.finish_reason[n]))]
-      .filter(Boolean)
-      .sort();
+    const { stages, sources, stops } = choices();
+    offered = JSON.stringify({ stages, sources, stops });
     let timer = null;
     const text = h("input", {
       type: "search",
@@ -300,9 +319,9 @@ export async function rolloutsPage(context) {
     put(
       bar,
       h("label", { class: "field grow" }, h("span", {}, "text"), text),
-      select("stage", any(distinct("stage")), q.stage ?? "", (value) => set({ stage: value || null })),
-      distinct("source").length > 1 &&
-        select("source", any(distinct("source")), q.source ?? "", (value) => set({ source: value || null })),
+      select("stage", any(stages), q.stage ?? "", (value) => set({ stage: value || null })),
+      sources.length > 1 &&
+        select("source", any(sources), q.source ?? "", (value) => set({ source: value || null })),
       select("ended by", any(stops), q.stop ?? "", (value) => set({ stop: value || null })),
       RANGES.map(([name, label]) =>
         h(
@@ -366,11 +385,18 @@ export async function rolloutsPage(context) {
     if (!fresh.length && next.size === files.size) return;
     // Steps that came since are added; if one was written anew, or many came, all are asked for again.
     if (next.size === files.size + fresh.length && fresh.length <= MOST_ADDED) {
-      for (const { stage, step } of fresh.map((mark) => next.get(mark)))
+      for (const { stage, step } of fresh.map((mark) => next.get(mark))) {
         add(data, stage, step, await get(address(ofRun(run.id, "rollouts"), { stage, step })));
-    } else data = taken(await get(url));
+        await findIn(stage, step);
+      }
+    } else {
+      data = taken(await get(url));
+      search.text = null;
+      await find();
+    }
     files = next;
-    draw();
+    if (JSON.stringify(choices()) !== offered && !bar.contains(document.activeElement)) drawBar();
+    draw(true);
   };
   drawBar();
   await find();

@@ -1,6 +1,6 @@
 /* One run: is it learning, its curves, its stages, what it waits for, its last log lines, its config. */
 
-import { command, duration, facts, h, number, panel, put, select, short, table, tick, visible } from "./dom.js";
+import { command, duration, facts, h, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
 import { getMetrics, shown } from "./api.js";
 import { chart, legend } from "./plot.js";
 import { hashOf, link, stageNames } from "./route.js";
@@ -18,15 +18,15 @@ export async function runPage(context) {
   const [top, side, log] = [h("div", {}), h("div", { class: "columns" }), h("div", {})];
   const curves = curvesPanel(context);
   const drawFacts = (run) => {
-    put(top, problems(run), waits(run), facts(headline(run)), learning(run));
-    put(side, stages(run), checkpoints(run), evaluationsOf(run));
-    put(log, logTail(run));
+    renew(top, problems(run), waits(run), facts(headline(run)), learning(run));
+    renew(side, stages(run), checkpoints(run), evaluationsOf(run));
+    renew(log, logTail(run));
   };
   drawFacts(context.run);
   await curves.draw();
   context.update = async (run) => {
     drawFacts(run);
-    await curves.draw();
+    await curves.draw(renew);
   };
   return [top, curves.element, side, log, configPanel(context.run), startPanel(context.run)];
 }
@@ -101,7 +101,7 @@ function learning(run) {
         (stage.learning.signs ?? []).map((sign) =>
           h(
             "details",
-            { open: true, class: "sign" },
+            { open: true, class: "sign", data: { part: `sign ${stage.name} ${sign.name}` } },
             h("summary", {}, h("span", { class: "warn" }, `▲ ${visible(sign.name)}`)),
             h("p", {}, visible(sign.text)),
           ),
@@ -170,10 +170,14 @@ function logTail(run) {
     {},
     (run.log_tail ?? []).length
       ? h(
-          "pre",
-          { class: "log", tabindex: 0, data: { log: "" } },
-          run.log_tail.map((text) =>
-            h("div", { class: / (WARNING|ERROR) /.test(text) ? "warn" : null }, visible(text)),
+          "div",
+          { class: "log", tabindex: 0, data: { log: "", part: "log" } },
+          h(
+            "pre",
+            {},
+            run.log_tail.map((text) =>
+              h("div", { class: / (WARNING|ERROR) /.test(text) ? "warn" : null }, visible(text)),
+            ),
           ),
         )
       : h("p", { class: "dim" }, "No log yet."),
@@ -252,7 +256,8 @@ function curvesPanel(context) {
   const controls = h("div", { class: "bar" });
   const element = panel("Curves", { class: "curves" }, controls, chips, holder);
 
-  async function draw() {
+  /** replace: `put` for curves that the user asks for, `renew` for those that he looks at. */
+  async function draw(replace = put) {
     const { one, log, smooth = "0", stage = "all" } = query();
     put(
       options,
@@ -337,7 +342,7 @@ function curvesPanel(context) {
         h("div", {}, h("h3", {}, visible(single.name)), chart({ ...common, name: single.name, series: [single] })),
       );
     });
-    put(holder, content);
+    replace(holder, content);
   }
   return { element, draw };
 }

@@ -1,6 +1,6 @@
 /* The list of runs, and two of them compared. */
 
-import { h, line, number, panel, put, select, short, table, tick, visible } from "./dom.js";
+import { h, line, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
 import { address, get, getMetrics, shown } from "./api.js";
 import { chart, legend } from "./plot.js";
 import { hashOf, link, rolloutLink } from "./route.js";
@@ -53,6 +53,7 @@ export async function runsPage(context) {
           type: "checkbox",
           "aria-label": `compare ${visible(run.name)}`,
           checked: ticked.has(run.id),
+          data: { part: `compare ${run.id}` },
           on: { change: (event) => mark(run, event.target.checked) },
         }),
         h(
@@ -83,7 +84,7 @@ export async function runsPage(context) {
       ],
     }));
     const right = (name, title) => ({ name, title, right: true });
-    put(
+    renew(
       holder,
       answer.runs.length
         ? table(

@@ -5,7 +5,7 @@ import { h, put } from "./dom.js";
 /**
  * options: columns [{key, name, width, right, title, sort}], height (of a row, pixels), cells(row) -> texts and nodes,
  * absent(row): it cannot be opened, open(row), sorted(key): a heading was chosen, moved(place): another row is current.
- * The result has `element`, `show(rows, {sort, down, place})`, `move(by)`, `open()`, `place`, `focus()`.
+ * The result has `element`, `show(rows, {sort, down, place, stay})`, `move(by)`, `open()`, `place`, `row`, `focus()`.
  */
 export function virtualList(options) {
   const { columns, height = 26, label } = options;
@@ -24,6 +24,7 @@ export function virtualList(options) {
   element.style.setProperty("--row-height", `${height}px`);
   let rows = [];
   const list = { element, place: 0, show, move, open, focus: () => body.focus({ preventScroll: true }) };
+  Object.defineProperty(list, "row", { get: () => rows[list.place] });
   let first = -1;
 
   function drawHeading(sort, down) {
@@ -89,14 +90,15 @@ export function virtualList(options) {
     body.setAttribute("aria-activedescendant", `row-${list.place}`);
   }
 
-  function show(next, { sort = null, down = false, place = 0 } = {}) {
+  /** stay: what is in sight stays there, and the current row need not be in sight. */
+  function show(next, { sort = null, down = false, place = 0, stay = false } = {}) {
     rows = next;
     list.place = Math.min(Math.max(place, 0), Math.max(rows.length - 1, 0));
     element.setAttribute("aria-rowcount", rows.length + 1);
     element.dataset.rows = rows.length;
     spacer.style.setProperty("height", `${rows.length * height}px`);
     drawHeading(sort, down);
-    reveal();
+    if (!stay) reveal();
     draw(true);
   }
 
