@@ -216,6 +216,30 @@ def test_rewards_are_spread_as_worked_by_hand(tmp_path: Path) -> None:
     assert told["ngrams"]["winners"] == []  # the two that win share the words with those that do not
 
 
+def test_rewards_of_a_run_that_goes_on_are_spread_for_its_new_steps_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages ask every two seconds, also after thousands of steps."""
+    quantile, spread = np.quantile, list[int]()
+    monkeypatch.setattr(
+        np, "quantile", lambda some, *rest: (spread.append(len(some)), quantile(some, *rest))[1]
+    )
+    run = RunDirectory(tmp_path, ["s"])
+    run.log("s", 1, metrics={"reward/mean": 0.5}, timings={})
+    some = [reply(0, "good", reward=float(n), index=n) for n in range(5)]
+    for step in range(1, 4):
+        run.write_rollouts("s", step, some)
+    runs = ShownRuns.of([tmp_path])
+    told = answers.answer(runs, "api/runs/0/rewards?stage=s")
+    of_a_step = len(told["parts"]) + len(told["sources"])
+    assert spread == [5] * 3 * of_a_step
+    run.write_rollouts("s", 4, some[:4])
+    run.close()
+    told = answers.answer(runs, "api/runs/0/rewards?stage=s")
+    assert spread[3 * of_a_step :] == [4] * of_a_step
+    assert told["parts"]["reward"]["count"] == [5, 5, 5, 4]
+
+
 def test_what_winners_repeat_is_counted(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path, ["s"])
     run.log("s", 1, metrics={"reward/mean": 0.5}, timings={})

@@ -30,12 +30,37 @@ MOST_NGRAMS = 20
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How numbers are distributed; those that are not finite do not count."""
+
+    quantiles: list[float] | None = None
+    mean: float | None = None
+    count: int = 0
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Spread:
+        some = values[np.isfinite(values)]
+        if not len(some):
+            return NOTHING
+        return cls(np.quantile(some, QUANTILES).tolist(), float(some.mean()), len(some))
+
+
+NOTHING = Spread()
+
+
+@dataclass(frozen=True)
 class FileRewards:
-    """Rewards of one file, a number for each rollout; NaN where there is none."""
+    """Rewards of one file. What a page needs of each step is made once: a run that goes on is asked again and again."""
 
     parts: dict[str, np.ndarray]
-    """The total first."""
-    sources: list[str]
+    """A number for each rollout, NaN where there is none; the total first."""
+    spread: dict[str, Spread]
+    """Of each part."""
+    sources: dict[str, Spread]
+    """Of the total, by source."""
+    best: list[int]
+    """Rows with the highest totals, in ascending order."""
+    worst: list[int]
 
 
 def file_rewards(path: Path) -> FileRewards:
@@ -52,7 +77,16 @@ def file_rewards(path: Path) -> FileRewards:
         column = np.full(len(total), np.nan)
         column[row[own]] = values[own]
         parts[str(name) if name != TOTAL else f"part {name}"] = column
-    return FileRewards(parts, [str(source) for source in table["source"].to_pylist()])
+    sources = np.array([str(source) for source in table["source"].to_pylist()], dtype=object)
+    scored = np.flatnonzero(np.isfinite(total))
+    order = scored[np.argsort(total[scored], kind="stable")].tolist()
+    return FileRewards(
+        parts,
+        {name: Spread.of(values) for name, values in parts.items()},
+        {name: Spread.of(total[sources == name]) for name in dict.fromkeys(sources.tolist())},
+        best=order[-EXTREMES:],
+        worst=order[:EXTREMES],
+    )
 
 
 def _entries(maps: pa.MapArray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,39 +108,28 @@ def rewards(ask: Ask) -> Json:
     found = [run.kept(file_rewards, path) for _, path in files]
     names = list(dict.fromkeys(name for one in found for name in one.parts))
     sources = sorted({source for one in found for source in one.sources})
-    by_source = [_by_source(one) for one in found]
     return {
         "stage": stage,
         "steps": [step for step, _ in files],
-        "parts": {name: _spread([one.parts.get(name) for one in found]) for name in names},
-        "sources": {name: _spread([one.get(name) for one in by_source]) for name in sources},
+        "parts": {name: _columns([one.spread.get(name, NOTHING) for one in found]) for name in names},
+        "sources": {name: _columns([one.sources.get(name, NOTHING) for one in found]) for name in sources},
         "correlation": _correlation(names, found),
         "extremes": _extremes(run, files),
         "ngrams": _ngrams(files),
     }
 
 
-def _by_source(one: FileRewards) -> dict[str, np.ndarray]:
-    sources = np.array(one.sources, dtype=object)
-    return {name: one.parts[TOTAL][sources == name] for name in dict.fromkeys(one.sources)}
-
-
-def _spread(steps: Sequence[np.ndarray | None]) -> Json:
+def _columns(steps: Sequence[Spread]) -> Json:
     """Of each step; null where it has no number."""
-    quantiles, means, counts = [], [], []
-    for values in steps:
-        some = np.zeros(0) if values is None else values[np.isfinite(values)]
-        quantiles.append(np.quantile(some, QUANTILES).tolist() if len(some) else None)
-        means.append(float(some.mean()) if len(some) else None)
-        counts.append(len(some))
-    return {"quantiles": quantiles, "mean": means, "count": counts}
+    return {name: [getattr(one, name) for one in steps] for name in ("quantiles", "mean", "count")}
 
 
 def _correlation(names: Sequence[str], found: Sequence[FileRewards]) -> Json:
     """Pearson's, over the rollouts that have both; null where one of them does not vary."""
-    absent = {len(one.sources): np.full(len(one.sources), np.nan) for one in found}
+    sizes = [len(one.parts[TOTAL]) for one in found]
+    absent = {size: np.full(size, np.nan) for size in sizes}
     columns = [
-        np.concatenate([one.parts.get(name, absent[len(one.sources)]) for one in found] or [np.zeros(0)])
+        np.concatenate([one.parts.get(name, absent[n]) for one, n in zip(found, sizes)] or [np.zeros(0)])
         for name in names
     ]
     return {"names": list(names), "values": [[_pearson(a, b) for b in columns] for a in columns]}
@@ -127,11 +150,10 @@ def _extremes(run: Shown, files: Sequence[tuple[int, Path]]) -> Json:
     best: list[tuple[float, int, int]] = []
     worst: list[tuple[float, int, int]] = []
     for step, path in files:
-        rewards = run.kept(file_rewards, path).parts[TOTAL]
-        rows = np.flatnonzero(np.isfinite(rewards))
-        order = rows[np.argsort(rewards[rows], kind="stable")]
-        best += [(float(rewards[row]), step, int(row)) for row in order[-EXTREMES:]]
-        worst += [(-float(rewards[row]), step, int(row)) for row in order[:EXTREMES]]
+        one = run.kept(file_rewards, path)
+        total = one.parts[TOTAL]
+        best += [(float(total[row]), step, row) for row in one.best]
+        worst += [(-float(total[row]), step, row) for row in one.worst]
     paths = dict(files)
 
     def told(some: list[tuple[float, int, int]], sign: float) -> list[Json]:
