@@ -131,6 +131,21 @@ def test_a_field_changes_its_key_and_nothing_else(browser: Browser, tmp_path: Pa
     assert (tmp_path / "run.yaml").read_text() == source.replace("seed: 0", "seed: 3")
 
 
+def test_text_that_was_typed_is_not_lost_without_a_question(browser: Browser, tmp_path: Path) -> None:
+    """By a page that is closed; one whose text is that of the file closes, also where its lines end as on Windows."""
+    (tmp_path / "run.yaml").write_bytes(b"name: run\r\nseed: 0\r\n")
+    asks = "!dispatchEvent(new Event('beforeunload', {cancelable: true}))"
+    with shown(browser, tmp_path / "run.yaml", tmp_path):
+        assert browser.evaluate("document.getElementById('state').textContent") == "saved"
+        assert not browser.evaluate(asks)
+        write(browser, "name: run\nseed: 1\n")
+        browser.wait("document.getElementById('state').textContent === 'not saved'")
+        assert browser.evaluate(asks)
+        click(browser, "#save")
+        browser.wait("document.getElementById('state').textContent === 'saved'")
+        assert not browser.evaluate(asks)
+
+
 def test_the_form_follows_the_text(browser: Browser, tmp_path: Path) -> None:
     with shown(browser, None, tmp_path):
         assert browser.evaluate("document.querySelectorAll('[data-told]').length") > 0, (

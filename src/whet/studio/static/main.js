@@ -11,7 +11,8 @@ const POLL_MS = 1000;
 const MOST_UNDONE = 200;
 const find = (id) => document.getElementById(id);
 
-const state = { schema: null, variants: null, opened: null, saved: "", tree: {}, lines: new Map(), undone: [], report: null, job: null,
+/** saved: the text of the file; begun: the text that was opened or saved last. Both as the editor has them, with \n alone. */
+const state = { schema: null, variants: null, opened: null, saved: "", begun: "", tree: {}, lines: new Map(), undone: [], report: null, job: null,
   check: { problems: [], notes: [], stages: [], plan: null, lines: [] },
   scope: null, section: null, level: "beginner", onlySet: false, query: "", pane: "YAML" };
 const editor = h("textarea", { id: "yaml", spellcheck: "false", "aria-label": "YAML of the config", wrap: "off" });
@@ -280,9 +281,9 @@ async function load(opened) {
   const changed = editor.value !== state.saved && editor.value !== "";
   if (changed && state.opened && !(await agreed("The text on the page is not saved. Discard it?", "Discard it"))) return;
   const before = editor.value;
-  Object.assign(state, { opened, saved: opened.digest ? opened.text : "", report: opened.report, scope: null, section: null, query: "" });
-  state.pane = opened.report ? "Report" : "YAML";
   setText(opened.text, before || undefined);
+  Object.assign(state, { opened, saved: opened.digest ? editor.value : "", begun: editor.value, report: opened.report,
+    scope: null, section: null, query: "", pane: opened.report ? "Report" : "YAML" });
   drawFilters();
   await check();
 }
@@ -311,7 +312,7 @@ async function save() {
       if (!(await agreed(`${path} already exists, and is not the file that was opened here. Overwrite it?`, "Overwrite"))) return false;
       told = await send(path, error.told.digest);
     }
-    Object.assign(state, { opened: { ...told, report: null }, saved: text });
+    Object.assign(state, { opened: { ...told, report: null }, saved: text, begun: text });
     drawHead();
     return true;
   } catch (error) {
@@ -399,7 +400,7 @@ async function start() {
   find("save").addEventListener("click", () => later(save));
   find("undo").addEventListener("click", () => { setText(state.undone.pop()); check(); });
   find("stop").addEventListener("click", () => tell("stop").catch((error) => say(error.message, true)));
-  addEventListener("beforeunload", (event) => { if (editor.value !== state.saved && state.undone.length) event.preventDefault(); });
+  addEventListener("beforeunload", (event) => { if (editor.value !== state.begun) event.preventDefault(); });
   addEventListener("keydown", (event) => {
     if ((event.ctrlKey || event.metaKey) && event.key === "s") { event.preventDefault(); later(save); }
     if (event.key === "/" && !event.target.closest?.("input, select, textarea")) { event.preventDefault(); find("search").focus(); }
