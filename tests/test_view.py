@@ -78,7 +78,7 @@ def made(tmp_path: Path) -> Path:
 
 def ask(path: Path | list[Path], url: str) -> Any:
     """The answer as a page gets it."""
-    runs = ShownRuns.of(path if isinstance(path, list) else [path])
+    runs = ShownRuns(path if isinstance(path, list) else [path])
     return json.loads(gzip.decompress(answers.encoded(answers.answer(runs, url))))
 
 
@@ -91,7 +91,7 @@ def unpacked(column: Any) -> list[Any]:
 
 def every_url(path: Path) -> list[str]:
     """An address of each route, for what the run has."""
-    stages = ShownRuns.of([path]).runs[0].stages
+    stages = ShownRuns([path]).runs[0].stages
     urls = ["api/runs", "api/runs/0", "api/compare?a=0&b=0", "api/runs/0/search?q=a"]
     urls += [
         f"api/runs/0/{name}" for name in ("metrics", "ledger", "timeline", "evals", "rollouts?files=all")
@@ -138,7 +138,7 @@ def test_a_real_run_is_answered_as_its_files_say(trained: Path) -> None:
 
 
 def test_summaries_are_those_of_the_rollouts(trained: Path) -> None:
-    stage = ShownRuns.of([trained]).runs[0].stages[0]
+    stage = ShownRuns([trained]).runs[0].stages[0]
     listed = ask(trained, "api/runs/0/rollouts?files=all")
     columns = {name: unpacked(column) for name, column in listed["columns"].items()}
     assert columns["step"] == [1] * 8 + [2] * 8 + [3] * 8
@@ -159,7 +159,7 @@ def test_summaries_are_those_of_the_rollouts(trained: Path) -> None:
 
 
 def test_one_rollout_comes_whole_with_the_text_of_its_tokens(trained: Path) -> None:
-    stage = ShownRuns.of([trained]).runs[0].stages[0]
+    stage = ShownRuns([trained]).runs[0].stages[0]
     rows = read_rollouts(trained / f"rollouts/{stage}-step-000002.parquet")
     (file,) = (trained / "export").rglob("tokenizer.json")
     tokenizer = Tokenizer.from_file(str(file))
@@ -229,7 +229,7 @@ def test_rewards_of_a_run_that_goes_on_are_spread_for_its_new_steps_alone(
     some = [reply(0, "good", reward=float(n), index=n) for n in range(5)]
     for step in range(1, 4):
         run.write_rollouts("s", step, some)
-    runs = ShownRuns.of([tmp_path])
+    runs = ShownRuns([tmp_path])
     told = answers.answer(runs, "api/runs/0/rewards?stage=s")
     of_a_step = len(told["parts"]) + len(told["sources"])
     assert spread == [5] * 3 * of_a_step
@@ -443,7 +443,7 @@ def test_a_timeline_of_more_lanes_than_spans_are_drawn(
 
 
 def test_a_run_in_progress_is_followed(made: Path) -> None:
-    runs = ShownRuns.of([made])
+    runs = ShownRuns([made])
     url = "api/runs/0/metrics?names=reward%2Fmean&from="
     count = answers.answer(runs, url + "0")["lines"]
     before = runs.runs[0].stamp()
@@ -470,7 +470,7 @@ def test_a_timeline_that_grows_is_read_on_and_one_written_anew_from_its_beginnin
     with line.span("generate", STEPS):
         pass
     line.close()
-    runs = ShownRuns.of([made])
+    runs = ShownRuns([made])
     before = answers.answer(runs, "api/runs/0/timeline")
     span = json.loads(path.read_text())[-1]
     later = span | {"ts": span["ts"] + 60_000_000, "args": span["args"] | {"step": 99}}
@@ -479,7 +479,7 @@ def test_a_timeline_that_grows_is_read_on_and_one_written_anew_from_its_beginnin
         file.write(f"{text},\n{json.dumps(later)}\n]\n")
     grown = answers.answer(runs, "api/runs/0/timeline")
     assert grown["seconds"] > before["seconds"] + 50
-    assert grown == answers.answer(ShownRuns.of([made]), "api/runs/0/timeline")
+    assert grown == answers.answer(ShownRuns([made]), "api/runs/0/timeline")
     new = path.with_name("new")
     new.write_text(f"{text}{' ' * 1000}\n]\n")
     new.replace(path)
@@ -497,7 +497,7 @@ def test_a_run_of_more_files_than_facts_are_kept_is_counted_once(
     first = sorted((made / "rollouts").iterdir())[-1]
     for step in range(10, 20):
         shutil.copy(first, first.with_name(f"grpo-step-{step:06d}.parquet"))
-    runs = ShownRuns.of([made])
+    runs = ShownRuns([made])
     for step in (20, 21):
         shutil.copy(first, first.with_name(f"grpo-step-{step:06d}.parquet"))
         told = answers.answer(runs, "api/runs/0")["rollout_files"]
@@ -507,7 +507,7 @@ def test_a_run_of_more_files_than_facts_are_kept_is_counted_once(
 
 
 def test_a_run_directory_that_vanishes_is_said_to_be_gone(made: Path) -> None:
-    runs = ShownRuns.of([made])
+    runs = ShownRuns([made])
     assert answers.answer(runs, "api/runs")["runs"][0]["error"] is None
     made.rename(made.with_name("elsewhere"))
     (line,) = answers.answer(runs, "api/runs")["runs"]
@@ -643,7 +643,7 @@ def test_hostile_text_is_plain_text(tmp_path: Path) -> None:
         assert told["turns"][0]["malformed"] == "\udfff<b>"
     urls = [url for url in every_url(tmp_path) if "eval" not in url or url.endswith("evals")]
     for url in urls:
-        raw = gzip.decompress(answers.encoded(answers.answer(ShownRuns.of([tmp_path]), url)))
+        raw = gzip.decompress(answers.encoded(answers.answer(ShownRuns([tmp_path]), url)))
         assert raw.isascii()
         json.loads(raw, parse_constant=pytest.fail)
 
@@ -759,7 +759,7 @@ def get(path: str, *more: str, host: str = "localhost", method: str = "GET") -> 
 
 
 async def served(path: Path, *requests: str, **options: Any) -> list[tuple[int, dict[str, str], bytes]]:
-    server = ViewerServer(ShownRuns.of([path]), **options)
+    server = ViewerServer(ShownRuns([path]), **options)
     await server.start()
     try:
         return [await talk(server.port, request.replace("PORT", str(server.port))) for request in requests]
@@ -797,7 +797,7 @@ def test_requests_that_never_end_keep_nobody_out(made: Path, monkeypatch: pytest
     monkeypatch.setattr(viewer_server, "MOST_CONNECTIONS", 8)
 
     async def flooded() -> int:
-        server = ViewerServer(ShownRuns.of([made]))
+        server = ViewerServer(ShownRuns([made]))
         await server.start()
         heard, speaks = await asyncio.open_connection("127.0.0.1", server.port)
         held = []
@@ -824,7 +824,7 @@ def test_answers_are_kept_within_a_bound_that_counts_their_addresses(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewer_server, "ROOM", 2**16)
-    kept = Answers(ShownRuns.of([made]))
+    kept = Answers(ShownRuns([made]))
     for n in range(100):
         url = f"api/runs?{'x' * 4000}={n}"
         kept.get(url, kept.mark(url))
@@ -877,7 +877,7 @@ def test_errors_are_json_with_a_status(made: Path) -> None:
 
 def test_nothing_changed_is_answered_by_304(made: Path) -> None:
     async def work() -> None:
-        server = ViewerServer(ShownRuns.of([made]))
+        server = ViewerServer(ShownRuns([made]))
         await server.start()
         try:
             status, headers, _ = await talk(server.port, get("/api/runs/0"))
@@ -919,17 +919,17 @@ def test_with_a_token_every_request_needs_it(made: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu7.example"])
 def test_an_address_for_others_needs_a_token(host: str, made: Path) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines"):
-        ViewerServer(ShownRuns.of([made]), host=host)
-    ViewerServer(ShownRuns.of([made]), host=host, token="long enough")
+        ViewerServer(ShownRuns([made]), host=host)
+    ViewerServer(ShownRuns([made]), host=host, token="long enough")
     with pytest.raises(ConfigError, match="at least 8"):
-        ViewerServer(ShownRuns.of([made]), host=host, token="short")
+        ViewerServer(ShownRuns([made]), host=host, token="short")
 
 
 def test_a_port_that_is_taken_is_named(made: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        server = ViewerServer(ShownRuns.of([made]))
+        server = ViewerServer(ShownRuns([made]))
         with pytest.raises(ConfigError, match="cannot listen on 127"):
             asyncio.run(server.start(taken.getsockname()[1]))
 
@@ -983,7 +983,7 @@ def test_an_exported_page_has_the_answers_of_the_server(trained: Path, made: Pat
     told = export.write_report([trained, made], file, most=12)
     assert state(made) == before
     found = unpack(file.read_text())
-    runs = ShownRuns.of([trained, made])
+    runs = ShownRuns([trained, made])
     whole = [url for url in found if re.fullmatch(r"api/runs/\d/rollouts/.*", url)]
     assert 0 < len(whole) <= 12
     assert {url.split("/")[2] for url in whole} == {"0", "1"}
@@ -1042,7 +1042,7 @@ def test_hostile_text_cannot_leave_the_data_of_an_export(tmp_path: Path) -> None
 
 
 def test_the_selection_is_whole_groups_and_extremes(made: Path) -> None:
-    (run,) = ShownRuns.of([made]).runs
+    (run,) = ShownRuns([made]).runs
     chosen = export.choose(run, 100)
     assert chosen.rows == {("grpo", step, row) for step in (1, 2) for row in (0, 1)}
     assert chosen.groups == {("grpo", 1, 0), ("grpo", 2, 0)}

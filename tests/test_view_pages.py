@@ -169,7 +169,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(*paths: Path) -> Iterator[str]:
     """The address of a server over run directories, in a thread."""
     loop, started = asyncio.new_event_loop(), threading.Event()
-    server = ViewerServer(ShownRuns.of(find_runs(paths)))
+    server = ViewerServer(ShownRuns(find_runs(paths), paths))
 
     def serve() -> None:
         loop.run_until_complete(server.start())
@@ -512,6 +512,18 @@ def test_a_running_run_is_shown_as_it_goes_on(browser: Browser, tmp_path: Path) 
         for lock, state in (("", "not running"), (f"{os.getpid()} {os.uname().nodename}", "running")):
             (tmp_path / "run" / "lock").write_text(lock)
             browser.wait(f"document.querySelector('[data-state]').dataset.state === '{state}'")
+
+
+def test_a_run_that_begins_later_is_listed(browser: Browser, tmp_path: Path) -> None:
+    hostile_run(tmp_path / "one")
+    with served(tmp_path) as url:
+        browser.go(f"{url}#/")
+        hostile_run(tmp_path / "another")
+        browser.wait("document.querySelectorAll('[data-run]').length === 2")
+        assert "2 in view" in texts(browser, "main .bar")[0]
+        assert [one.split("/")[-1] for one in texts(browser, ".path")] == ["one", "another"]
+        browser.go(f"{url}#/run/1")
+        assert browser.evaluate("document.querySelector('.run-header .path').textContent").endswith("another")
 
 
 def large_run(path: Path, *, steps: int, rows: int, tokens: int = 16) -> None:

@@ -123,8 +123,6 @@ def view(
     Example: whet view runs --port 9000 --no-open
     Example: whet view runs/first_run --export report.html --rollouts 500
     """
-    from whet.view.source import find_runs
-
     idle = ("rollouts",) if export is None else ("port", "host", "token", "no_open")
     for name in idle:
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
@@ -132,11 +130,11 @@ def view(
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect {with_or_without} --export; leave it out"
             )
-    found = find_runs(runs)
     if export is not None:
         from whet.view.export import write_report
+        from whet.view.source import find_runs
 
-        typer.echo(write_report(found, export, most=rollouts))
+        typer.echo(write_report(find_runs(runs), export, most=rollouts))
         return
     from whet.view.server import serve
 
@@ -147,4 +145,4 @@ def view(
 
             webbrowser.open(url)
 
-    serve(found, host=host, port=port, token=token, ready=ready)
+    serve(runs, host=host, port=port, token=token, ready=ready)

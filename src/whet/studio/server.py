@@ -147,7 +147,7 @@ class StudioServer:
         path = await self.site.later(run_folder, self.studio)
         if self._viewer is not None:
             await self._viewer.stop()
-        self._viewer = ViewerServer(ShownRuns.of([path]), token=secrets.token_urlsafe(24))
+        self._viewer = ViewerServer(ShownRuns([path]), token=secrets.token_urlsafe(24))
         await self._viewer.start()
         return self._viewer.url
 

@@ -60,9 +60,11 @@ def _query(text: str) -> dict[str, str]:
 
 
 def concerned(known: ShownRuns, url: str) -> list[str]:
-    """The marks of the runs that an answer is made from."""
+    """The marks of the runs that an answer is made from: one about all runs is about those that came since, too."""
     _, params = find(url)
     named = {params[name] for name in ("run", "a", "b") if name in params}
+    if not named:
+        known.look()
     return [run.stamp() for run in known.runs if run.id in named or not named]
 
 

@@ -35,7 +35,7 @@ EXTREMES = 5
 def write_report(paths: Sequence[Path], file: Path, *, most: int) -> str:
     """Write the file; at most `most` rollouts whole. Returns what is in it, for people. ConfigError if it cannot be
     written."""
-    runs = ShownRuns.of(paths)
+    runs = ShownRuns(paths)
     answers, told = gathered(runs, most)
     text = page(answers)
     write(file, text)

@@ -26,7 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from whet.types import ConfigError, WhetError
 from whet.view.answers import answer, concerned, encoded
-from whet.view.source import BadQuestion, NotThere, ShownRuns
+from whet.view.source import BadQuestion, NotThere, ShownRuns, find_runs
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -308,10 +308,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def serve(
-    paths: Sequence[Path], *, host: str, port: int, token: str | None, ready: Callable[[str], object]
+    given: Sequence[Path], *, host: str, port: int, token: str | None, ready: Callable[[str], object]
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM. ready: called with the URL once it answers."""
-    server = ViewerServer(ShownRuns.of(paths), host=host, token=token)
+    """Serve run directories, and those in folders, until Ctrl-C or SIGTERM. ready: called with the URL once it answers.
+    DataError for a path with neither."""
+    server = ViewerServer(ShownRuns(find_runs(given), given), host=host, token=token)
     asyncio.run(until_ended(server, port, ready))
     leave(server.site)
 

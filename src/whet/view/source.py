@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -256,15 +257,20 @@ def _manifest(path: Path) -> dict[str, Json]:
     return read_manifest(path.parent)
 
 
-@dataclass(frozen=True)
 class ShownRuns:
-    """The runs that are shown, by the numbers they have in addresses."""
+    """The runs that are shown, by the numbers they have in addresses: those of these run directories, and those that
+    come into these folders later."""
 
-    runs: tuple[Shown, ...]
+    def __init__(self, paths: Iterable[Path], folders: Sequence[Path] = ()) -> None:
+        self.runs = tuple(Shown(number, path) for number, path in enumerate(paths))
+        self._folders, self._lock = folders, Lock()
 
-    @classmethod
-    def of(cls, paths: Iterable[Path]) -> ShownRuns:
-        return cls(tuple(Shown(number, path) for number, path in enumerate(paths)))
+    def look(self) -> None:
+        """Add the runs that have come since. A folder that is gone has none; its runs say so."""
+        with self._lock, suppress(WhetError, OSError):
+            known = {run.path for run in self.runs}
+            new = [path for path in find_runs(self._folders) if path not in known]
+            self.runs += tuple(Shown(number, path) for number, path in enumerate(new, len(self.runs)))
 
     def run(self, number: str) -> Shown:
         """NotThere if there is no such run."""

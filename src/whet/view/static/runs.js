@@ -23,7 +23,7 @@ export function usualMetrics(names, most = 6) {
 
 export async function runsPage(context) {
   const ticked = new Set();
-  const holder = h("div", {});
+  const [holder, told] = [h("div", {}), h("span", { class: "dim" })];
   const compare = h(
     "button",
     {
@@ -84,6 +84,7 @@ export async function runsPage(context) {
       ],
     }));
     const right = (name, title) => ({ name, title, right: true });
+    put(told, `${answer.runs.length} in view`);
     renew(
       holder,
       answer.runs.length
@@ -119,7 +120,7 @@ export async function runsPage(context) {
       "div",
       { class: "bar" },
       h("h1", {}, "Runs"),
-      h("span", { class: "dim" }, `${answer.runs.length} in view`),
+      told,
       h("span", { class: "space" }),
       compare,
     ),
