@@ -31,6 +31,7 @@ from tiny import RUN
 from whet.config.parse import parse
 from whet.envs.tools import fit
 from whet.track.record import RunDirectory
+from whet.track.timeline import STEPS, Timeline
 from whet.track.written import ROLLOUTS
 from whet.types import Message, Rollout, Strand, Task, ToolCall, Turn
 from whet.view.export import write_report
@@ -203,6 +204,8 @@ def opened() -> Iterator[Browser]:
 @pytest.fixture
 def browser(opened: Browser) -> Iterator[Browser]:
     """The browser; whatever it reports as wrong fails the test."""
+    opened.ask("Page.navigate", url="about:blank")  # the page of the test before asks on
+    opened.evaluate("0")
     opened.problems.clear()
     opened.refused.clear()
     opened.asked.clear()
@@ -590,6 +593,11 @@ class LiveRun:
         large_run(path, steps=1, rows=256)
         (path / "lock").write_text(f"{os.getpid()} {os.uname().nodename}")
         (path / "run.log").write_text("".join(f"line {n}\n" for n in range(60)))
+        timeline = Timeline(path / "timeline.json")
+        for name in ("generate", "update"):
+            with timeline.span(name, STEPS):
+                pass
+        timeline.flush()
         self.write("rl")
         self.write("rl")
 
@@ -643,6 +651,16 @@ def test_what_is_looked_at_stays_as_the_run_goes_on(browser: Browser, live: Live
         live.go_on()
         assert browser.evaluate(f"{plot}.getAttribute('aria-label')") == zoomed
         assert "2 values" in zoomed
+        browser.go(f"{url}#/run/0/timeline")
+        browser.evaluate("document.querySelector('.lanes svg').focus()")
+        seen = "[...document.querySelectorAll('.lanes svg text')].map(one => one.textContent)"
+        whole = browser.evaluate(seen)
+        browser.press("+")
+        zoomed = browser.evaluate(seen)
+        live.go_on()
+        assert browser.evaluate(seen) == zoomed != whole
+        browser.settled("document.querySelector('.lanes svg').clientWidth")
+        assert browser.evaluate("document.activeElement.closest('.lanes') !== null")
 
 
 def test_rollouts_that_come_later_are_searched_and_filtered(browser: Browser, live: LiveRun) -> None:

@@ -91,7 +91,9 @@ export function lanesChart(lanes, seconds) {
       labels,
       svg("text", { x: width - RIGHT_MARGIN, y: height - 2, "text-anchor": "end", class: "unit" }, "seconds from the start"),
     );
+    const focused = holder.contains(document.activeElement);
     put(holder, image);
+    if (focused) image.focus({ preventScroll: true });
     const time = (event) =>
       from +
       ((Math.min(Math.max(event.clientX - holder.getBoundingClientRect().left, names), width - RIGHT_MARGIN) - names) /
@@ -135,7 +137,6 @@ export function lanesChart(lanes, seconds) {
       [from, to] = [Math.max(next[0], 0), Math.min(next[1], end_s)];
       event.preventDefault();
       draw();
-      holder.querySelector("svg").focus();
     });
   }
   watchWidth(holder, draw);
