@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from forked import ran
 from whet.buffer import files as queue_files
+from whet.guard.printed import FIRST_LINE
 from whet.storage import fetch
 from whet.track import files, manifest, record, turn_seconds, written
 from whet.track.log import setup_logging
@@ -675,6 +676,7 @@ def test_secrets_reach_neither_manifest_nor_log(tmp_path: Path, monkeypatch: pyt
     log.info("login with %s", "hf_veryverysecret")
     log.debug("not at this level")
     log.warning("half of a letter \ud800, and \x1b]0;owned\x07")
+    log.warning("a call hangs\nwhere", extra={FIRST_LINE: True})
     try:
         raise ValueError("bad password opensesame99")
     except ValueError:
@@ -694,9 +696,13 @@ def test_secrets_reach_neither_manifest_nor_log(tmp_path: Path, monkeypatch: pyt
         )
     assert "not at this level" not in text
     assert "after" not in text
-    assert [line.split(":")[0] for line in shown] == ["WARNING whet.test", "ERROR whet.test"], (
-        "the screen gets warnings and worse"
-    )
+    assert [line.split(":")[0] for line in shown] == [
+        "WARNING whet.test",
+        "WARNING whet.test",
+        "ERROR whet.test",
+    ], "the screen gets warnings and worse"
+    assert "a call hangs\nwhere" in text
+    assert shown[1] == "WARNING whet.test: a call hangs (more in run.log)"
     for handler in list(logging.getLogger("whet").handlers):
         logging.getLogger("whet").removeHandler(handler)
         handler.close()

@@ -283,7 +283,7 @@ class Idle:
             )
         if now - self.reported >= REPORT_S:
             self.reported = now
-            log.warning("%s\n%s", what, stacks.everyone())
+            stacks.report(what)
 
 
 @asynccontextmanager

@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 CONSOLE = "console"
 """Attribute of a log record that the display shows, too, whatever its level."""
+FIRST_LINE = "first_line"
+"""Attribute of a log record of which the display shows only the first line: the others are for run.log."""
 
 PERIOD_S = 10.0
 MOST_LINES = 50

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
+from whet.guard.printed import FIRST_LINE
 from whet.guard.processes import process, state
 
 log = logging.getLogger(__name__)
@@ -259,6 +260,11 @@ def _tried(ask: Callable[[], T]) -> T | str:
         return ask()
     except Exception as error:  # noqa: BLE001  whatever the way there is made of
         return f"(it does not answer: {type(error).__name__}: {error})"
+
+
+def report(what: str, level: int = logging.WARNING) -> None:
+    """Log what does not go on, and below it all stacks, which the display does not show."""
+    log.log(level, "%s\n%s", what, everyone(), extra={FIRST_LINE: True})
 
 
 def everyone() -> str:

@@ -17,8 +17,6 @@ from whet.guard import pulse, stacks
 from whet.secrets import redact
 from whet.types import WhetError
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 START = "its start"
 """What a process does before it has said what it begins."""
@@ -57,8 +55,7 @@ async def wait(
                 )
             await asyncio.wait({work}, timeout=min(report_s, left_s))
             if not work.done():
-                waited_s = clock() - start
-                log.warning("waiting for %s by %s since %.1f s\n%s", what, owner, waited_s, stacks.everyone())
+                stacks.report(f"waiting for {what} by {owner} since {clock() - start:.1f} s")
     finally:
         if not work.done():
             work.cancel()
@@ -135,7 +132,7 @@ class Watch:
                 self._give_up(quiet, what)
             if min(quiet, now - reported) >= self.quiet_s:
                 reported = now
-                log.warning("no progress for %.1f s, in %s\n%s", quiet, what, stacks.everyone())
+                stacks.report(f"no progress for {quiet:.1f} s, in {what}")
 
     def _give_up(self, quiet: float, what: str) -> None:
         message = (
@@ -143,7 +140,7 @@ class Watch:
             "same command again to resume from the last checkpoint. If it was only slow, raise "
             f"machine.watchdog_timeout_s, which is {self.limit_s:g}"
         )
-        log.error("%s\n%s", message, stacks.everyone())
+        stacks.report(message, logging.ERROR)
         os.write(2, redact(f"whet: {message}. The log has the stacks.\n").encode())
         os._exit(1)
 

@@ -10,7 +10,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from whet.guard.foreign import plain
-from whet.guard.printed import CONSOLE
+from whet.guard.printed import CONSOLE, FIRST_LINE
 from whet.secrets import learn_environment, redact
 from whet.track.files import file_error, not_linked
 
@@ -54,7 +54,10 @@ class _Shown(logging.Handler):
         if getattr(record, CONSOLE, False):
             self._show(record.getMessage())
         elif record.levelno >= self._least:
-            self._show(self.format(record))
+            text = self.format(record)
+            if getattr(record, FIRST_LINE, False) and self._least > logging.DEBUG:
+                text = text.splitlines()[0] + " (more in run.log)"
+            self._show(text)
 
 
 def setup_logging(run_dir: Path, *, level: str, show: Callable[[str], None] | None = None) -> None:
