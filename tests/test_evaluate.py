@@ -256,7 +256,7 @@ def test_a_source_may_be_asked_in_its_own_way() -> None:
         ("eval.reward={}", "names no reward"),
         (
             "data.eval.0.rewards=[long] eval.reward=right",
-            r"data\.eval\[0\]\.rewards: none of them is among .*: right",
+            r"data\.eval\[0\]\.rewards: none of these rewards is in eval.reward, .*: right",
         ),
         ("eval.offline=true", "only `whet eval` reads it, training does not"),
         ("data.eval.0.response=answer", "only stages that train on given replies read it"),
