@@ -22,6 +22,7 @@ from whet import api
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.urls import url_problems
+from whet.data.files import find_files
 from whet.storage import fetch, hub, stores
 from whet.storage.manifests import MANIFEST, manifest
 from whet.storage.paths import brought_here
@@ -159,25 +160,41 @@ def test_repositories_of_the_hub(own_hub: Hub) -> None:
             "sub/data.jsonl": b"rows",
         }
     ]
-    own_hub.commits["org/rows"] = [{"train.jsonl": b"rows", "odd.bin": b"kept"}]
+    own_hub.commits["org/rows"] = [
+        {
+            "train.jsonl": b"rows",
+            "odd.bin": b"kept",
+            "en/a.jsonl": b"1",
+            "en/b.jsonl": b"2",
+            "en/deep/c.jsonl": b"3",
+        }
+    ]
     asked = [
         "hf://org/tiny",
         "hf://org/tiny@main/sub/data.jsonl",
         "hf://datasets/org/rows",
         "hf://org/tiny/sub",
+        "hf://datasets/org/rows/en/*.jsonl",
+        "hf://datasets/org/rows/**/c.jsonl",
     ]
-    model, file, rows, sub = (Path(fetch.fetched(asked)[url]) for url in asked)
+    model, file, rows, sub, few, deep = (Path(fetch.fetched(asked)[url]) for url in asked)
     assert model.name == "tiny"
     assert sorted(p.name for p in model.iterdir()) == ["config.json", "model.safetensors", "sub"], (
         "no pickles"
     )
     assert (file.read_bytes(), (sub / "data.jsonl").read_bytes()) == (b"rows", b"rows")
-    assert sorted(p.name for p in rows.iterdir()) == ["odd.bin", "train.jsonl"]
+    assert sorted(p.name for p in rows.iterdir()) == ["en", "odd.bin", "train.jsonl"]
+    assert [[p.read_bytes() for p in find_files(str(pattern))] for pattern in (few, deep)] == [
+        [b"1", b"2"],
+        [b"3"],
+    ]
+    assert sorted(p.name for p in few.parent.iterdir()) == ["a.jsonl", "b.jsonl"], "nothing else is fetched"
     assert own_hub.tokens == {"Bearer hf_veryverysecret"}
     own_hub.commits["org/tiny"].append({"config.json": b"{1}"})
     assert (Path(fetch.fetched(asked[:1])[asked[0]]) / "config.json").read_bytes() == b"{1}"
-    with pytest.raises(WhetError, match="hf://org/none"):
-        fetch.fetched(["hf://org/none"])
+    for none in ("hf://org/none", "hf://datasets/org/rows/*.parquet"):
+        with pytest.raises(WhetError, match=re.escape(none)):
+            fetch.fetched([none])
 
 
 # ---------------------------------------------------------------- in a config

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from whet.guard.temporary import OwnFolder
 from whet.storage.manifests import MANIFEST, parsed
-from whet.storage.stores import Listing
+from whet.storage.stores import MAGIC, Listing
 from whet.types import Json, WhetError
 
 _NOT_OPENED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", ".gitattributes")
@@ -28,7 +29,7 @@ class Repo:
     name: str
     revision: str | None
     path: str
-    """Below the repository's root; '' for the root."""
+    """Below the repository's root, or a pattern; '' for the root."""
 
 
 def parse(url: str) -> Repo:
@@ -52,8 +53,10 @@ def _api() -> Any:
 
 
 def look(url: str) -> Listing:
-    """List the files of a URL."""
+    """List the files of a URL: one file, a pattern, or a folder with all below it."""
     from fnmatch import fnmatch
+
+    from fsspec.utils import glob_translate
 
     repo = parse(url)
     info = _api().repo_info(repo.name, repo_type=repo.kind, revision=repo.revision, files_metadata=True)
@@ -64,6 +67,9 @@ def look(url: str) -> Listing:
     }
     if repo.path in files:
         files = {repo.path: files[repo.path]}
+    elif any(sign in repo.path for sign in MAGIC):
+        asked = re.compile(glob_translate(repo.path))
+        files = {name: said for name, said in files.items() if asked.match(name)}
     elif repo.path:
         files = {name: said for name, said in files.items() if name.startswith(f"{repo.path}/")}
     if not files:

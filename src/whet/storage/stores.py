@@ -17,7 +17,7 @@ from whet.guard import pulse
 from whet.storage.manifests import MANIFEST, parsed
 from whet.types import Json, WhetError
 
-_MAGIC = "*?["
+MAGIC = "*?["
 _SENDING = "manifest.sending.json"
 """Lists the files of a copy that is being made, and of those before it."""
 _TAGS = (
@@ -59,9 +59,9 @@ def connect(url: str) -> tuple[Any, str]:
 def look(url: str) -> Listing:
     """List the files of a URL: one file, a pattern, or a folder with all below it. WhetError if it does not exist."""
     fs, path = connect(url)
-    if any(sign in path for sign in _MAGIC) and not fs.exists(path):
+    if any(sign in path for sign in MAGIC) and not fs.exists(path):
         parts = path.split("/")
-        depth = next(n for n, part in enumerate(parts) if any(sign in part for sign in _MAGIC))
+        depth = next(n for n, part in enumerate(parts) if any(sign in part for sign in MAGIC))
         base, found = "/".join(parts[:depth]), fs.glob(path, detail=True)
         inside = "/".join(parts[depth:])
     elif fs.isfile(path):
