@@ -115,10 +115,15 @@ def evaluate(
     """Evaluate the kept checkpoints of a run, oldest first, the model of a config file, or a model's folder. Returns
     their metrics, as in metrics.jsonl: one dict for each checkpoint, or one for the model.
 
-    data: a file, or rows as for `train`, in place of the run's data.eval. rewards: as for `train`, in place of the
-    run's. stage, step: only checkpoints of this stage, of this step. overrides, sections: as for `train`. dialect: of a
-    config file, as for `train`. A model needs data and rewards. Metrics and replies are written to RUN/bench, for a
-    model to run_dir/bench (runs/eval-MODEL/bench by default), which every call replaces.
+    data: a file, or rows as for `train`, in place of the run's data.eval; a model's folder needs it.
+    rewards: as for `train`, in place of the run's; a model's folder needs them.
+    stage, step: only checkpoints of this stage, of this step.
+    overrides, sections: as for `train`.
+    dialect: the system that a config file is for, as `whet eval --dialect`.
+
+    Metrics and replies are written to RUN/bench, for a model to run_dir/bench (runs/eval-MODEL/bench by default), which
+    every call replaces.
+
     Raises ConfigError before anything is run, also for a config file whose run has checkpoints; CheckpointError where
     there is no such checkpoint.
     """

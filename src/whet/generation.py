@@ -71,13 +71,18 @@ def generate(
     """Write replies to the prompts of data.eval, eval.samples to each row, sampled as eval.sampling says. Returns
     the path of the file, which has every column of the rows, and `responses` with a list of texts.
 
-    target: a config file, whose model replies; a run directory, the newest checkpoint of which replies, or that of
-    `stage` and `step`; or a model's folder. output: the file (.parquet, .jsonl), or track.dump.replies says it. data: a
-    file, or rows as for `train`, in place of data.eval. overrides, sections: as for `train`. dialect, trust_script: as
-    for a config file. say: called with the config before anything is run.
+    target: a config file, a run directory, whose newest checkpoint replies, or a model's folder.
+    output: the file to write (.parquet, .jsonl). Default: track.dump.replies of the config.
+    data: a file, or rows as for `train`, in place of data.eval.
+    stage, step: of a run, the checkpoint of this stage, of this step.
+    overrides, sections: as for `train`.
+    dialect, trust_script: for a config file or launch script, as the options of `whet generate`.
+    say: called with the config before anything is run.
 
-    A call that was stopped or killed goes on where it was when it is repeated. Raises ConfigError before anything is
-    run, DataError for a row that cannot be read or written, WhetError where a reply cannot be sampled.
+    A call that was stopped or killed goes on where it was when it is repeated.
+
+    Raises ConfigError before anything is run, DataError for a row that cannot be read or written, WhetError where a reply
+    cannot be sampled.
     """
     expect(
         {
