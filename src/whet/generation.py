@@ -81,8 +81,8 @@ def generate(
 
     A call that was stopped or killed goes on where it was when it is repeated.
 
-    Raises ConfigError before anything is run, DataError for a row that cannot be read or written, WhetError where a reply
-    cannot be sampled.
+    Raises ConfigError before anything is run, DataError for a row that cannot be read or written, WhetError where a
+    reply cannot be sampled.
     """
     expect(
         {
