@@ -71,11 +71,12 @@ def scale(
 ) -> None:
     """Add or remove engine replicas of a run in progress; the sampled tokens stay the same.
 
-    A replica that leaves finishes its requests first; a replica that joins gets the weights first. The number applies
-    to the running process: a restarted run begins with rollout.replicas.
+    The run must have begun with rollout.replicas of at least 1. A replica that leaves finishes its requests first; a
+    replica that joins gets the weights first. The number applies to the running process: a restarted run begins with
+    rollout.replicas.
 
     \b
-    Example: whet scale runs/first_run --replicas 4
+    Example: whet scale runs/async_ray --replicas 4
     """
     from whet.rollout.scale import ask
 
