@@ -138,6 +138,87 @@ def test_every_item_under_a_function_is_one_of_its_parameters():
             assert named <= set(parameters), part
 
 
+METRIC_GROUPS = "reward|rollout|group|ledger|train|correction|critic|eval|sync|time|speed|memory|env|track"
+STATISTICS = ("algos/*.py", "training/*.py", "models/router.py", "eval*.py")
+"""Where numbers of updates and evaluations are made, without the group that is written before them elsewhere."""
+NO_METRICS = {
+    "time/save_s": "checkpoints and exports are outside the time of a step",
+    "time/export_s": "the same",
+    "*/gpu_peak_mb": "of a rank: its row begins with memory/rank",
+}
+"""What the scan takes for a metric that no line has."""
+
+
+def quoted(code: str) -> set[str]:
+    """The strings of the code; `*` for what an f-string fills in."""
+    return {re.sub(r"\{[^{}]*\}", "*", text) for text in re.findall(r'"([^"\s][^"\n]*)"', code)}
+
+
+def metrics_of(source: Path) -> set[str]:
+    """Names of metrics in the source: strings `group/what`, statistics as `*/what`, and phases as `time/PHASE_s`."""
+    code = {path: path.read_text(encoding="utf-8") for path in source.rglob("*.py")}
+    name = re.compile(rf"({METRIC_GROUPS})/[\w*/@]*[a-z0-9*]")
+    found = {text for each in code.values() for text in quoted(each) if name.fullmatch(text)}
+    for path in (path for pattern in STATISTICS for path in source.glob(pattern)):
+        part = re.sub(r"\{\w+\}", "*", code[path])
+        for flat in re.findall(
+            r"(?:(?:stats|out|scaled|stepped) .?= |return [\w, |]*|Loss\(.*)\{([^{}]*)\}", part
+        ):
+            found |= {f"*/{key}" for key in re.findall(r'"([a-z][\w@*]+)":', flat)}
+        found |= {f"*/{key}" for key in re.findall(r'(?:stats|out)\[f?"([a-z][\w@*]+)"\] = ', part)}
+    phases = re.findall(r'(?:monitor\.|self\._)phase\("(\w+)"\)', "".join(code.values()))
+    return found | {f"time/{phase}_s" for phase in phases}
+
+
+def metric_rows(page: str) -> set[str]:
+    """Names in the first column; `*` for words in capitals."""
+    cells = re.findall(r"^\| (`.*?`) \|", page, flags=re.MULTILINE)
+    return {re.sub(r"[A-Z]+", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def matches(pattern: str, name: str) -> re.Match[str] | None:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "(.*?)"), name)
+
+
+def metrics_without_row(names: set[str], rows: set[str]) -> list[str]:
+    return sorted(name for name in names if not any(matches(name, row) for row in rows))
+
+
+def rows_without_metric(rows: set[str], names: set[str], words: set[str]) -> list[str]:
+    """Those that the source does not write. What stands where a name is filled in must be a word of the source."""
+
+    def written(row: str) -> bool:
+        found = (matches(name, each) for name in names for each in (row, re.sub("_(mean|count)$", "", row)))
+        fills = [
+            [part for filled in match.groups() for part in filled.split("/")] for match in found if match
+        ]
+        return any(all(part in words or not part.strip("*_") for part in parts) for parts in fills)
+
+    return sorted(row for row in rows if not written(row))
+
+
+def test_every_metric_has_a_row_and_every_row_a_metric():
+    source, rows = ROOT / "src/whet", metric_rows((ROOT / "docs/metrics.md").read_text(encoding="utf-8"))
+    names = metrics_of(source)
+    assert metrics_without_row(names - NO_METRICS.keys(), rows) == []
+    code = [path.read_text(encoding="utf-8") for path in source.rglob("*.py")]
+    words = {word for each in code for text in quoted(each) for word in text.split("/")}
+    assert rows_without_metric(rows, names, words) == []
+    assert names >= NO_METRICS.keys()
+
+
+def test_the_check_of_metrics_can_fail(tmp_path):
+    (tmp_path / "algos").mkdir()
+    code = 'stats = {"gate": x}\nout[f"reward/part/{name}"] = monitor.phase("read")\n'
+    (tmp_path / "algos/a.py").write_text(code)
+    names = metrics_of(tmp_path)
+    assert names == {"*/gate", "reward/part/*", "time/read_s"}
+    rows = metric_rows("| `train/gate` | |\n| `reward/part/NAME_mean`, `time/read_s` | |\n")
+    assert metrics_without_row(names, rows) == rows_without_metric(rows, names, {"train"}) == []
+    assert metrics_without_row(names, rows - {"train/gate"}) == ["*/gate"]
+    assert rows_without_metric({*rows, "reward/gone"}, names, {"train"}) == ["reward/gone"]
+
+
 class Nav(yaml.SafeLoader):
     """mkdocs.yml without the Python names in it."""
 
