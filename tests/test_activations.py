@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 import whet
 from asking import reply
-from tiny import FAMILIES, FEW, RUN, SPARSE, VOCAB, tiny_model
+from tiny import FAMILIES, RUN, SPARSE, VOCAB, tiny_model
 from whet import environment, stages
 from whet.batch import Batch, Loss, Outputs, pack
 from whet.config.load import load
@@ -52,7 +52,11 @@ try:
 except ConfigError:
     pytest.skip("without compiled kernels nothing is reused", allow_module_level=True)
 
-DENSE = [each for each in FEW if each not in ("qwen3_moe", "gpt_oss")]
+DENSE = [
+    each if each == "qwen3" else pytest.param(each, marks=pytest.mark.sweep)
+    for each in FAMILIES
+    if each not in SPARSE
+]
 Tokens = tuple[int, ...]
 ON_CPU = {"threads": 1, "device": "cpu"}
 

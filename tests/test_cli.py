@@ -249,6 +249,19 @@ def undisturbed(name: str) -> frozenset[str]:
     return frozenset(done.stderr.splitlines())
 
 
+def test_ctrl_c_while_pydantic_builds_a_schema_is_no_traceback() -> None:
+    """It makes a SchemaError of it."""
+    code = (
+        "import whet.cli, whet.__main__\n"
+        "from pydantic_core import SchemaError\n"
+        "def command():\n    raise SchemaError('Error building `model` serializer:\\n  KeyboardInterrupt: ')\n"
+        "whet.cli.main = command\n"
+        "whet.__main__.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("after_s", MOMENTS)
 @pytest.mark.parametrize("name", INTERRUPTED_COMMANDS)
 def test_ctrl_c_at_any_moment_of_a_command_is_no_traceback(name: str, after_s: float, tmp_path: Path) -> None:

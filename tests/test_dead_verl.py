@@ -450,7 +450,15 @@ CONTEXTS: dict[str, Given] = {
         for at in OPTIM
         for key, given in narrow(at, MEGATRON, "use_precision_aware_optimizer", True).items()
     },
-    **{at + "total_training_steps": {**FULLY, at + "lr_scheduler_type": "cosine"} for at in OPTIM},
+    **{
+        at + "total_training_steps": {
+            **FULLY,
+            **({"algorithm.adv_estimator": "gae"} if at.startswith("critic.") else {}),
+            **{one + "total_training_steps": 100 for one in OPTIM},
+            at + "lr_scheduler_type": "cosine",
+        }
+        for at in OPTIM
+    },
     "trainer.v1.sampler.max_off_policy_threshold": {"trainer.v1.trainer_mode": "colocate_async"},
     "global_profiler.steps": {"global_profiler.tool": "torch"},
     "global_profiler.tool": {"global_profiler.steps": [1]},
@@ -636,6 +644,7 @@ SFT_CONTEXTS: dict[str, Given] = {
     },
     "optim.master_weights": {**ENGINES, "model.strategy": "automodel", "engine.model_dtype": "bf16"},
     **narrow("optim.", {**ENGINES, "model.strategy": "automodel"}, "optimizer", "FusedAdam"),
+    "optim.optimizer": {**ENGINES, "model.strategy": "automodel"},
     "optim.use_precision_aware_optimizer": {
         **SFT_MEGATRON,
         **dict.fromkeys(("optim." + key for key in MOMENTS), "bf16"),

@@ -35,7 +35,9 @@ def _main() -> None:
     except SystemExit as e:
         status = e.code if isinstance(e.code, int) else int(e.code is not None)
         raise
-    except Exception:
+    except Exception as error:
+        if type(error).__name__ == "SchemaError" and "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from None  # pydantic was building a schema, and makes an error of its own of it
         status = 1
         raise
     finally:

@@ -87,7 +87,7 @@ WORDS = [
         "explain a recipe's typo",
         "explain algorithm=grpoo",
         2,
-        ("algorithm.name=grpoo is not known", "did you mean 'grpo'"),
+        ("algorithm.name: 'grpoo' is not known", "did you mean 'grpo'"),
     ),
     Mistake(
         "an output below a file",
@@ -436,7 +436,7 @@ RUNS = [
     Mistake("two views at once", "show runs/done --timeline --step 1", 2, ("leave out --step",)),
     Mistake("evaluate nothing", "eval nothing", 2, ("nothing", "No such file")),
     Mistake("evaluate a folder of runs", "eval runs", 2, ("runs has no config.yaml", "give a run directory")),
-    Mistake("evaluate a config", "eval run.yaml", 2, ("--offline FILE", "whet eval runs/run")),
+    Mistake("evaluate a config", "eval run.yaml", 2, ("--data FILE", "--offline FILE")),
     Mistake(
         "evaluate a step that is not there",
         "eval runs/done --step 9",

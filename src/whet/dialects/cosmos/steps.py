@@ -137,7 +137,7 @@ def layout(values: Values) -> dict[str, Json]:
     engines = 1 if is_sft(values) else values["rollout.parallelism.n_init_replicas"]
     reshards = {"always": True, "never": False, "default": sizes["pp"] == 1}
     reshard = {f"{PARALLEL}.reshard_after_forward": reshards[values["train.fsdp_reshard_after_forward"]]}
-    return FileLayout(engines=engines, **sizes).natives() | reshard
+    return FileLayout(engines=engines, dp_shard=_shards(values), **sizes).natives() | reshard
 
 
 def run_length(values: Values) -> dict[str, Json]:
