@@ -58,8 +58,8 @@ WHOLE = frozenset(
         ("test_golden.py", "test_a_file_resolves_to_what_was_kept"),
     }
 )
-"""No case of them is left to the sweep: what is kept in a file goes out of date with the next change that nobody compares,
-and a key that lost its effect is told by its own case alone."""
+"""No case of them is left to the sweep: what is kept in a file goes out of date with the next change that nobody
+compares, and a key that lost its effect is told by its own case alone."""
 
 _cases: Counter[tuple[str, str]] = Counter()
 
