@@ -37,7 +37,8 @@ from whet.api import Result
 from whet.cli import app
 from whet.track import files
 from whet.track.record import RunDirectory
-from whet.track.timeline import STEPS, Span, Timeline
+from whet.track.time_report import measure
+from whet.track.timeline import STEPS, Span, Timeline, read
 from whet.track.written import ROLLOUTS, read_rollouts
 from whet.types import ConfigError, DataError, Json, WhetError
 from whet.view import answers, batches, compare, export, records, rewards, rollouts, source
@@ -132,7 +133,14 @@ def test_a_real_run_is_answered_as_its_files_say(trained: Path) -> None:
     assert len(seconds) == 3
     assert min(seconds) > 0
     assert ask(trained, "api/runs/0/metrics?from=2")["rows"]["step"] == [line["step"] for line in lines[2:]]
-    assert ask(trained, "api/runs/0/timeline")["seconds"] > 0
+    timeline = ask(trained, "api/runs/0/timeline")
+    assert timeline["seconds"] > 0
+    rows = [dict(zip(timeline["bubble"]["columns"], row, strict=True)) for row in timeline["bubble"]["rows"]]
+    (measured,) = measure(read(trained / "timeline.json"))
+    assert {row["process"]: row["bubble"] for row in rows} == {
+        "all": round(measured.bubble, 4),
+        **{p.name: round(1 - p.busy, 4) for p in measured.processes},
+    }
     evals = ask(trained, "api/runs/0/evals")
     assert [row[:3] for row in evals["rows"] if row[2] == "all"] == [[stage, n, "all"] for n in range(4)]
 

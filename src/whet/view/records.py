@@ -173,15 +173,14 @@ def _closer(some: Sequence[Drawn], width: float) -> list[Drawn]:
 
 
 def _bubble(own: Sequence[Span], beside: dict[str, list[Span]]) -> Json:
-    columns = ["stage", "process", "busy s", "wait s", "busy", "mostly"]
+    columns = ["stage", "process", "busy s", "wait s", "bubble", "mostly"]
     rows: list[Json] = []
     for stage in measure(own, beside=beside):
         for p in stage.processes:
-            rows.append(
-                [stage.stage, p.name, round(p.busy_s, 3), round(p.wait_s, 3), round(p.busy, 4), p.mostly]
-            )
+            bubble = round(1 - p.busy, 4)
+            rows.append([stage.stage, p.name, round(p.busy_s, 3), round(p.wait_s, 3), bubble, p.mostly])
         busy, wait = (sum(getattr(p, name) for p in stage.processes) for name in ("busy_s", "wait_s"))
-        rows.append([stage.stage, "all", round(busy, 3), round(wait, 3), round(1 - stage.bubble, 4), ""])
+        rows.append([stage.stage, "all", round(busy, 3), round(wait, 3), round(stage.bubble, 4), ""])
     return {"columns": columns, "rows": rows}
 
 
