@@ -115,7 +115,7 @@ WAYS = {
     ),
     "sliding window": Way("mistral"),
     "sliding window, bfloat16": Way("mistral", HALF),
-    "adapters": Way(lora=0.3, waits=frozenset({"models/dropout.py:token_names"})),
+    "adapters": Way(lora=0.3),
     "checkpointed": Way(cut=replace(CUT, checkpoint=True)),
     "8-bit moments": Way(optimizer=ADAM.model_copy(update={"state_dtype": "int8"})),
     "muon": Way(optimizer=OptimizerConfig(name="muon", lr=0.02, implementation="foreach")),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.batch import Batch
+from whet.models.dropout import token_names
 from whet.models.packing import PackedLayout, layout
 from whet.types import DataError
 
@@ -180,3 +181,21 @@ def test_any_batch(groups: list[list[Row]], share: bool) -> None:
     check(groups, plan)
     assert len(plan.token_ids_U) == naive_count(groups, share=share)
     assert torch.equal(plan.segments.position_N, plan.position_U)
+
+
+def test_every_computed_token_has_a_name_by_its_history() -> None:
+    """The last token of a segment, too, which predicts none: layers of multi-token prediction learn from what the
+    policy says after it."""
+    groups = [[([5, 6, 7, 8], [0, 0, 1, 1]), ([5, 6, 9], [0, 0, 1])], [([7, 8, 5], [0, 1, 0])]]
+    longer = [[(tokens + [1], mask + [0]) for tokens, mask in group] for group in groups]
+    for share in (True, False):
+        named: list[dict[tuple[tuple[int, int], ...], int]] = []
+        for rows in (groups, longer):
+            batch = batch_of(rows)
+            plan = layout(batch, share_prompts=share, whole=True)
+            named.append(
+                {tuple(seen_by(plan, u)): name for u, name in enumerate(token_names(batch, plan).tolist())}
+            )
+        short, long = named
+        assert len(set(long.values())) == len(long)
+        assert short == {history: long[history] for history in short}

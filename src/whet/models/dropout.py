@@ -49,11 +49,7 @@ def token_names(batch: Batch, plan: PackedLayout) -> Tensor:
     each_N = _mix(batch.token_ids_N * _GOLDEN + batch.position_N)
     sum_N = each_N.cumsum(0)
     name_N = sum_N - (sum_N - each_N)[batch.start_S][batch.segment_N]
-    at_M = torch.nonzero(plan.predictor_N >= 0).flatten()
-    out_U = torch.empty_like(plan.token_ids_U)
-    # Every token to compute predicts the next one; a shared one several, and has the same name in all their segments.
-    out_U[plan.predictor_N[at_M]] = name_N[at_M - 1]
-    return out_U
+    return name_N[plan.at_U]
 
 
 def _mix(x: Tensor) -> Tensor:
