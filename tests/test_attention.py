@@ -112,6 +112,17 @@ def oracle(
     return torch.stack([torch.stack([out[n, h] for h in range(q.shape[1])]) for n in range(len(q))])
 
 
+def test_no_tokens_have_gradients_of_zero(ops: Ops) -> None:
+    """Of everything that is given: ranks that have tokens add up the gradients of all."""
+    q, k, v = (torch.zeros(0, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.ones(4, requires_grad=True)
+    nothing = Segments.of_lengths(torch.zeros(0, dtype=torch.int64))
+    out = PackedAttention(nothing, ops)(0, q, k, v, scale=1.0, window=None, softcap=None, sinks=sinks)
+    assert out.shape == q.shape
+    out.sum().backward()
+    assert all(x.grad is not None and not x.grad.any() for x in (q, k, v, sinks))
+
+
 @pytest.mark.parametrize("sunk", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("case", CASES)
 def test_against_the_double_loop(ops: Ops, case: Case, sunk: bool) -> None:

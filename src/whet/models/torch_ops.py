@@ -218,12 +218,14 @@ def attend_packed(
     if _half_on_cpu(q_NHD):
         q, k, v = q_NHD.float(), k_NKD.float(), v_NKD.float()
         return attend_packed(q, k, v, segments, **how).to(q_NHD.dtype)
+    if not len(q_NHD):  # gradients of 0 for all that is given: ranks that have tokens wait for this one's
+        given = (k_NKD, v_NKD, how["sinks"])
+        return q_NHD + sum(x[:0].sum() for x in given if x is not None)
     if _fits_varlen(q_NHD, how):
         return _attend_varlen(q_NHD, k_NKD, v_NKD, segments, how)
     buckets, row_N = segments.buckets_on(q_NHD.device)
     parts = [_attend_bucket(q_NHD, k_NKD, v_NKD, bucket, how) for bucket in buckets]
-    flat = torch.cat(parts) if parts else q_NHD.reshape(0, q_NHD.shape[1] * q_NHD.shape[2])
-    return F.embedding(row_N, flat).view_as(q_NHD)
+    return F.embedding(row_N, torch.cat(parts)).view_as(q_NHD)
 
 
 def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, how: Weighing) -> Tensor:
