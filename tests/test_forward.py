@@ -358,6 +358,48 @@ def test_a_model_whose_own_forward_fails_is_refused_by_name() -> None:
         decoder(model, OPS)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_setting_that_transformers_does_not_read_changes_nothing(kind: str) -> None:
+    """config.json may have keys of other families: transformers keeps them, and no code of this family reads them."""
+    model, ids_U = make(kind), tokens()
+    made = decoder(model, OPS)
+    with torch.no_grad():
+        z_UV = logits(made.head, packed(made, ids_U), 1.0)
+        strays = {"logits_scaling": 4.0, "logit_scale": 0.3, "final_logit_softcapping": 3.0}
+        model.config.update(strays | ({} if kind == "gpt_oss" else {"swiglu_alpha": 2.0}))
+        made = decoder(model, OPS)
+        assert made.path == "functional"
+        assert torch.equal(z_UV, logits(made.head, packed(made, ids_U), 1.0))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_attention_to_later_tokens_is_refused(kind: str) -> None:
+    model = make(kind)
+    model.config.is_causal = False
+    with pytest.raises(ConfigError, match="cannot be packed"):
+        decoder(model, OPS)
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
+def test_a_window_in_masks_alone_is_refused(kind: str) -> None:
+    """The two sequences of the probe are too short to show it."""
+    window = {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 2}
+    model = foreign(kind, max_position_embeddings=64, **EXPERTS, **window)
+    with pytest.raises(ConfigError, match="sliding_window=40 tokens alone; override"):
+        decoder(model, OPS)
+    whole = foreign(kind, max_position_embeddings=64, **EXPERTS, **window | {"sliding_window": 64})
+    assert decoder(whole, OPS).path == "modules"
+
+
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    """A token of the cache would have the keys of the second time alone."""
+    with pytest.raises(ConfigError, match="layer 0 attends more than once"):
+        decoder(foreign("diffllama"), OPS)
+
+
 def test_unknown_scaling_of_logits_is_noticed() -> None:
     model = make("gemma3_text")
     plain = model.lm_head.forward

@@ -77,6 +77,8 @@ def output_head(model: PreTrainedModel, config: Any) -> OutputHead:
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear | VocabularyHead):
         raise ConfigError(f"{type(model).__name__} has no linear output layer; use a causal language model")
+    if config.model_type in fused_forward.FAMILIES:  # no code of theirs reads such settings, so nor do we
+        return OutputHead(linear)
     divisor = getattr(config, "logits_scaling", None) or 1.0
     scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
     return OutputHead(linear, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

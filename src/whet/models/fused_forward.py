@@ -44,7 +44,7 @@ class Family:
     act: Act = "silu"
 
 
-_FAMILIES = {
+FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM"),
@@ -53,6 +53,7 @@ _FAMILIES = {
     "gemma": Family("GemmaForCausalLM", offset=1.0, act="gelu_tanh"),
     "gpt_oss": Family("GptOssForCausalLM", act="swigluoai"),
 }
+"""By the `model_type` of their config.json."""
 _ACTIVATIONS: dict[str, Act] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies are fixed when the model is made."""
@@ -66,7 +67,7 @@ def rope_type(config: Any) -> str:
 def known_family(model: Any, config: Any) -> Family | None:
     """The family, only if every module of the model is what that family's Hugging Face code made."""
     kind = model.config.model_type
-    family = _FAMILIES.get(kind)
+    family = FAMILIES.get(kind)
     home = f"transformers.models.{kind}.modeling_{kind}"
     if family is None or (type(model).__module__, type(model).__name__) != (home, family.architecture):
         return None
@@ -74,12 +75,13 @@ def known_family(model: Any, config: Any) -> Family | None:
         _act(config) == family.act
         and rope_type(config) in STATIC_ROPE
         and not getattr(config, "use_bidirectional_attention", None)
+        and getattr(config, "is_causal", True)
     )
     return family if fits and all(_untouched(module, home) for module in model.modules()) else None
 
 
 def _act(config: Any) -> Act | None:
-    if hasattr(config, "swiglu_alpha"):
+    if config.model_type == "gpt_oss":
         constants = (config.swiglu_alpha, config.swiglu_limit)
         return "swigluoai" if constants == (SWIGLU_ALPHA, SWIGLU_LIMIT) else None
     return _ACTIVATIONS.get(getattr(config, "hidden_act", ""))

@@ -8,6 +8,7 @@ Shape letters: U tokens to compute, V vocabulary, H query heads, K key/value hea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -202,7 +203,23 @@ def probe(
             "It uses a feature that packed attention does not support; choose a decoder-only model with causal "
             "softmax attention"
         )
-    return attend.layers, *attend.shapes.pop()
+    _check_window(model, attend.windows)
+    return max(attend.seen) + 1, *attend.shapes.pop()
+
+
+def _check_window(model: PreTrainedModel, told: set[int | None]) -> None:
+    """ConfigError where a window is in the model's masks alone, which attention here does not read: sequences as short
+    as those of the probe never reach it."""
+    config = model.config.get_text_config()
+    window, longest = (
+        getattr(config, name, None) or 0 for name in ("sliding_window", "max_position_embeddings")
+    )
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if 0 < window < (longest or math.inf) and "sliding_attention" in kinds and told == {None}:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be packed: its layers do not say that they attend to the last "
+            f"sliding_window={window} tokens alone; override sliding_window with null, so that they attend to all"
+        )
 
 
 class _Recorder:
@@ -210,8 +227,9 @@ class _Recorder:
 
     def __init__(self, inner: Attend) -> None:
         self.inner = inner
-        self.layers = 0
+        self.seen: set[int] = set()
         self.shapes: set[tuple[int, int]] = set()
+        self.windows: set[int | None] = set()
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, **how: Unpack[Weighing]
@@ -221,6 +239,12 @@ class _Recorder:
                 f"layer {layer} has keys of size {k_NKD.shape[-1]} and values of size {v_NKD.shape[-1]}: "
                 "multi-head latent attention is not supported"
             )
-        self.layers = max(self.layers, layer + 1)
+        if layer in self.seen:
+            raise ConfigError(
+                f"the model cannot be sampled: layer {layer} attends more than once to a token, but a cache has room "
+                "for the keys of one time; choose a model whose layers attend once"
+            )
+        self.seen.add(layer)
         self.shapes.add((k_NKD.shape[1], k_NKD.shape[2]))
+        self.windows.add(how["window"])
         return self.inner(layer, q_NHD, k_NKD, v_NKD, **how)
