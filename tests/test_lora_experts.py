@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grid import EVERYTHING
+from test_forward import foreign
 from test_lora import IDS, bits, check_gradients, noted, over, planned, run, tensors, with_adapters
 from test_train_torch import CUT, pg_loss, weighted
 from tiny import VOCAB, tiny_model
@@ -190,6 +191,22 @@ def test_other_experts_cannot_have_adapters() -> None:
         ConfigError, match=r"layers\.1\.mlp\.experts of .* cannot have adapters; experts need two"
     ):
         attach(model, EACH, seed=0)
+
+
+def test_experts_keep_their_own_gate() -> None:
+    """Those of MiniMax-M3 clamp, as gpt-oss's do. Adapters that begin with B = 0 change nothing."""
+    model = foreign(
+        "minimax_m3_vl_text", num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48
+    )
+    experts = [m for m in model.modules() if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj")]
+    for module in experts:
+        for p in module.parameters():
+            p.data.mul_(9.0)  # past the limit
+    with torch.no_grad():
+        plain = logits(model)
+        attach(model, EACH, seed=0)
+        assert any(name.endswith("experts.gate_up_proj") for name in adapted(model))
+        torch.testing.assert_close(logits(model), plain, rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------- arithmetic

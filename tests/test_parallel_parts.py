@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from batches import micro_batches
 from layouts import OPS, Case, Learner, batch, prices
+from test_forward import foreign
 from tiny import tiny_model
 from whet.batch import Batch, select
 from whet.models import expert_parallel, router, tensor_parallel
@@ -146,6 +147,8 @@ def test_a_block_with_unknown_parts_is_refused() -> None:
     model.model.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(torch.zeros(32))
     with pytest.raises(ConfigError, match="o_proj"):
         tensor_parallel.apply(model, Peers(0, 2))
+    with pytest.raises(ConfigError, match=r"cannot partition .*q_norm"):  # one norm of all heads together
+        tensor_parallel.apply(foreign("olmo2"), Peers(0, 2))
 
 
 def test_a_part_of_what_an_optimizer_keeps() -> None:

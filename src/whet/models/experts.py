@@ -25,7 +25,6 @@ class Experts(nn.Module):
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
-        self.act_fn = experts.act_fn
         self.lora = nn.ModuleDict()
         """A `LoraStack` for each stack that has adapters, by the stack's name."""
         experts._parameters = {}
@@ -36,9 +35,8 @@ class Experts(nn.Module):
         return mixed(self, hidden_UD, expert_UE, weight_UE)
 
     def _apply_gate(self, wide: Tensor) -> Tensor:
-        """By transformers' name."""
-        gate, up = gate_and_up(self, wide)
-        made: Tensor = self.act_fn(gate) * up
+        """By transformers' name, and the model's own: some clamp."""
+        made: Tensor = self.hollow[0]._apply_gate(wide)
         return made
 
     def plain(self, stacks: Mapping[str, Tensor]) -> nn.Module:

@@ -28,8 +28,10 @@ _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _COLUMNS = ("o_proj", "down_proj")
 _EXPERTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
 """Stacked experts [X, rows, columns]: dim that is cut, matrices in it."""
-_REPLICATED = ("q_norm", "k_norm", "gate", "shared_expert_gate")
+_REPLICATED = ("gate", "shared_expert_gate")
 """Modules inside a block that every rank has whole."""
+_HEAD_NORMS = ("q_norm", "k_norm")
+"""Those too, if they norm each head by itself."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def _cuts(block: nn.Module, block_name: str, peers: Peers) -> Iterator[tuple[str
         own = dict(module.named_parameters(recurse=False))
         at, ending = f"{block_name}.{name}".rstrip("."), name.rpartition(".")[2]
         if not own or ending in _REPLICATED:
+            continue
+        if ending in _HEAD_NORMS and all(p.shape == (block.head_dim,) for p in own.values()):
             continue
         if ending == "experts" and own.keys() == _EXPERTS.keys():
             yield from ((f"{at}.{p}", SplitDim(dim, peers, n)) for p, (dim, n) in _EXPERTS.items())
