@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from test_forward import foreign
 from test_timeline import TINY
 from tiny import FAMILIES, FEW, VOCAB, tiny_model
 from whet.api import run_training
@@ -200,6 +201,13 @@ def test_tensors_are_those_of_the_modules(family, tmp_path):
     model.save_pretrained(tmp_path)
     count = sum(p.numel() for p in model.parameters())
     assert folder_shape(tmp_path, {}).parameters == count, "the files"
+
+
+def test_sizes_by_the_names_of_gpt2(tmp_path):
+    foreign("gpt2", n_embd=32, n_layer=3, n_head=2, n_positions=48).save_pretrained(tmp_path)
+    found = folder_shape(tmp_path, {})
+    assert (found.hidden, found.layers, found.heads, found.kv_heads, found.head_dim) == (32, 3, 2, 2, 16)
+    assert (found.ffn, found.max_positions) == (128, 48)
 
 
 def test_an_unknown_family_without_files_has_no_tensors(tmp_path):

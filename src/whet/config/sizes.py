@@ -30,6 +30,14 @@ MOST_SIZE = 2**31 - 1
 """Of any dimension of a model."""
 MOST_LAYERS = 10_000
 
+_GPT2 = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+}
+"""What the config.json of GPT-2 and its kin calls sizes, and what all others do."""
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 _BIASED = ("qwen2", "mimo", "gpt_oss")
 
@@ -256,6 +264,7 @@ def folder_shape(folder: Path, overrides: Mapping[str, Json], *, model: ModelCon
 
 def config_sizes(config: Mapping[str, Json]) -> dict[str, Json]:
     """The sizes of a Hugging Face text config, by the names of `Shape`. KeyError for one of no decoder."""
+    config = {**{usual: config[own] for own, usual in _GPT2.items() if own in config}, **config}
     heads = _size(config, "num_attention_heads")
     kv_heads = _size_or(config, "num_key_value_heads", heads)
     if heads % kv_heads:
