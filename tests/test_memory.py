@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
-from test_forward import foreign
 from test_timeline import TINY
 from tiny import FAMILIES, FEW, VOCAB, tiny_model
 from whet.api import run_training
@@ -204,7 +204,8 @@ def test_tensors_are_those_of_the_modules(family, tmp_path):
 
 
 def test_sizes_by_the_names_of_gpt2(tmp_path):
-    foreign("gpt2", n_embd=32, n_layer=3, n_head=2, n_positions=48).save_pretrained(tmp_path)
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_inner": None, "n_positions": 48}
+    AutoConfig.for_model("gpt2", **sizes).save_pretrained(tmp_path)
     found = folder_shape(tmp_path, {})
     assert (found.hidden, found.layers, found.heads, found.kv_heads, found.head_dim) == (32, 3, 2, 2, 16)
     assert (found.ffn, found.max_positions) == (128, 48)
