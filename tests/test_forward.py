@@ -394,6 +394,17 @@ def test_a_window_in_masks_alone_is_refused(kind: str) -> None:
     assert decoder(whole, OPS).path == "modules"
 
 
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_routers_of_half_precision_may_choose_otherwise_at_a_tie(seed: int) -> None:
+    """The logits of such a token differ by half a standard deviation and more."""
+    model = foreign("mixtral", num_hidden_layers=4, num_local_experts=8, initializer_range=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    assert decoder(model.bfloat16(), OPS).path == "modules"
+
+
 def test_a_layer_that_attends_twice_is_refused() -> None:
     """A token of the cache would have the keys of the second time alone."""
     with pytest.raises(ConfigError, match="layer 0 attends more than once"):

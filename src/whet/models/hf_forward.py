@@ -194,8 +194,10 @@ def probe(
         ) from error
     model.set_attn_implementation("whet")
     model.set_experts_implementation(own_experts)
-    off = float((ours_UV - theirs_UV.float()).abs().max() / theirs_UV.float().std().clamp(min=1e-6))
-    allowed = 1e-3 if head.linear.weight.dtype == torch.float32 else 0.2
+    apart_U = (ours_UV - theirs_UV.float()).abs().amax(1) / theirs_UV.float().std().clamp(min=1e-6)
+    # in half precision routers choose other experts where two are about as good, of some tokens
+    whole = head.linear.weight.dtype == torch.float32
+    off, allowed = float(apart_U.quantile(1.0 if whole else 0.75)), 1e-3 if whole else 0.2
     if not off <= allowed or len(attend.shapes) != 1:
         raise ConfigError(
             f"{type(model).__name__} cannot be packed: its logits differ from its own forward by {off:.2g} "
