@@ -43,9 +43,10 @@ def open_model(path: Path, *, vocab_size: int = VOCAB, **values: Any) -> PreTrai
     )
 
 
-def scratch(**values: Any) -> PreTrainedModel:
+def scratch(overrides: dict[str, Any] | None = None, **values: Any) -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1}
     return build(
-        ModelConfig(scratch=dict(**({"hidden_size": 32, "num_hidden_layers": 1} | values))),
+        ModelConfig(scratch=sizes | values, overrides=overrides or {}),
         vocab_size=VOCAB,
         eos_token_id=1,
         pad_token_id=0,
@@ -283,8 +284,74 @@ def test_failed_export_keeps_the_old_folder(tmp_path: Path, monkeypatch: pytest.
 def test_overrides_reach_the_config(tmp_path: Path) -> None:
     export(tiny_model(), None, tmp_path / "m")
     assert open_model(tmp_path / "m", overrides={"rms_norm_eps": 0.5}).config.rms_norm_eps == 0.5
-    with pytest.raises(ConfigError, match="rms_norm_epz is not a key"):
-        open_model(tmp_path / "m", overrides={"rms_norm_epz": 0.5})
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("there", "overrides", "read"),
+    [
+        ({**WINDOWED, "use_sliding_window": False}, {"use_sliding_window": True}, {"sliding_window": 4}),
+        (WINDOWED, {"use_sliding_window": False}, {"layer_types": ["full_attention"] * 2}),
+        (WINDOWED, {"max_window_layers": 0}, {"layer_types": ["sliding_attention"] * 2}),
+        ({"rope_theta": 3e4}, {"rope_theta": 5e4}, {"rope_theta": 5e4}),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+            {"rope_theta": 5e4},
+            {"rope_theta": 5e4},
+        ),
+        *(
+            (
+                old,
+                {name: {"rope_type": "linear", "factor": 2.0}},
+                {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4},
+            )
+            for old in (
+                {"rope_theta": 3e4, "rope_scaling": None},
+                {"rope_theta": 3e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+            )
+            for name in ("rope_parameters", "rope_scaling")
+        ),
+    ],
+)
+def test_overrides_stand_over_the_file(
+    there: dict[str, Any], overrides: dict[str, Any], read: dict[str, Any], tmp_path: Path
+) -> None:
+    """What transformers makes of the file when it reads it is made of them, too."""
+    export(tiny_model("qwen2"), None, tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    kept = json.loads(file.read_text())
+    for name in ("layer_types", "rope_parameters", *WINDOWED):
+        kept.pop(name, None)
+    file.write_text(json.dumps(kept | there))
+    found = open_model(tmp_path / "m", overrides=overrides).config.to_dict()
+    found |= found["rope_parameters"]
+    assert {name: found[name] for name in read} == read
+
+
+def test_overrides_of_a_new_model_stand_over_its_sizes() -> None:
+    linear = {"rope_type": "linear", "factor": 2.0}
+    model = scratch({"rope_parameters": linear}, rope_theta=3e4)
+    assert model.config.rope_parameters == {**linear, "rope_theta": 3e4}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"rms_norm_epz": 1.0}, "rms_norm_epz is not a key of a qwen3 config.json"),
+        ({"revision": "main"}, "revision is not a key"),
+        ({"torch_dtype": "float16"}, "torch_dtype is decided by model.dtype"),
+        ({"model_type": "llama"}, "model_type is decided by"),
+    ],
+)
+def test_overrides_without_effect_are_refused(overrides: dict[str, Any], said: str, tmp_path: Path) -> None:
+    export(tiny_model(), None, tmp_path / "m")
+    with pytest.raises(ConfigError, match=said):
+        open_model(tmp_path / "m", overrides=overrides)
+    with pytest.raises(ConfigError, match=said):
+        scratch(overrides)
 
 
 def test_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:

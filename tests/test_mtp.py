@@ -439,7 +439,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
 def test_layers_that_the_config_does_not_count_are_no_such_layers(tmp_path: Path) -> None:
     export(tiny_model(), None, tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.1"):
-        open_model(tmp_path / "a", overrides={"num_hidden_layers": 1})
+        open_model(tmp_path / "a", overrides={"num_hidden_layers": 1, "layer_types": ["full_attention"]})
 
 
 def test_new_models_have_layers_by_their_seed() -> None:

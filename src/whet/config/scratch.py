@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from whet.config.chosen import Chosen, setting_problems
 from whet.config.functions import ARCHITECTURES
@@ -30,7 +30,25 @@ def config_json(model: ModelConfig) -> dict[str, Json]:
         values["num_local_experts"] = values.pop("num_experts")
     elif "num_experts" in values:
         values |= {"moe_intermediate_size": values["intermediate_size"], "norm_topk_prob": True}
-    return {"model_type": made.name, **values, **model.overrides}
+    return over({"model_type": made.name, **values}, model.overrides)
+
+
+def over(config: Mapping[str, Json], overrides: Mapping[str, Json]) -> dict[str, Json]:
+    """A config.json with `model.overrides` put over it: sections are joined, so that rope_parameters of a new kind keep
+    their rope_theta. Rotary embeddings have the name there that the config.json has for them."""
+    given = dict(overrides)
+    section = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    for name in {"rope_parameters", "rope_scaling"} & given.keys():
+        given[section] = given.pop(name)
+    if "rope_theta" in given and "rope_theta" in (config.get("rope_parameters") or {}):
+        given[section] = {**(given.get(section) or {}), "rope_theta": given.pop("rope_theta")}
+    return {**config, **{name: _joined(config.get(name), value) for name, value in given.items()}}
+
+
+def _joined(before: Json, value: Json) -> Json:
+    if not isinstance(before, Mapping) or not isinstance(value, Mapping):
+        return value
+    return {**before, **{name: _joined(before.get(name), own) for name, own in value.items()}}
 
 
 def problems(model: ModelConfig) -> Iterator[tuple[str, str]]:

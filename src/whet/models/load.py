@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from whet import seeds
 from whet.config import schema
 from whet.config.mtp import COUNT, mtp_of, names_of
-from whet.config.scratch import config_json, problems
+from whet.config.scratch import config_json, over, problems
 from whet.config.sizes import MOST_LAYERS, check_files, exported, heads
 from whet.config.urls import hub_hint
 from whet.data.timed import decoded
@@ -288,21 +288,35 @@ def _check_folder(path: Path) -> None:
 def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
     try:
         raw = read_json_object(path / "config.json", ConfigError)
-        config, unused = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **overrides
-        )
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if not overrides:
+            return config
+        _check_known(config, overrides, raw)
+        # put over the file, not over what was made of it: there a use_sliding_window=false has taken the window away
+        return type(config).from_dict(over(raw, overrides))
     except ConfigError:
         raise
     except Exception as error:  # as above
         raise ConfigError(
             f"model.path={path}: config.json (with model.overrides) is not a valid config: {_told(error)}"
         ) from error
-    unused = {name: value for name, value in unused.items() if name in overrides}
-    if unused:
-        raise ConfigError(
-            f"model.overrides: {', '.join(unused)} is not a key of a {raw.get('model_type')} config.json"
-        )
-    return config
+
+
+_ELSEWHERE = {"dtype": "model.dtype", "torch_dtype": "model.dtype", "model_type": "the weights (model.path)"}
+"""Keys of a config.json that are not the model's to be overridden, and what decides them."""
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Names of kernels, which change no number that is not rounded."""
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+def _check_known(config: PreTrainedConfig, overrides: dict[str, Any], raw: dict[str, Any]) -> None:
+    """ConfigError for overrides without effect: transformers keeps any name. config: without them."""
+    for name in overrides:
+        if name in _ELSEWHERE:
+            raise ConfigError(f"model.overrides: {name} is decided by {_ELSEWHERE[name]}; leave it out")
+        rotates = name in _ROPE and hasattr(config, "rope_parameters")
+        if not (name in raw or rotates or hasattr(config, name) or name in _IMPLEMENTATIONS):
+            raise ConfigError(f"model.overrides: {name} is not a key of a {config.model_type} config.json")
 
 
 # ---------------------------------------------------------------- from scratch
@@ -315,6 +329,7 @@ def _scratch_config(cfg: schema.ModelConfig, *, vocab_size: int) -> PreTrainedCo
     family = values.pop("model_type")
     values |= {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     try:
+        _check_known(AutoConfig.for_model(family), cfg.overrides, {})
         return AutoConfig.for_model(family, **values)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model.scratch: {family} rejects these sizes: {error}") from error

@@ -74,7 +74,8 @@ class ModelConfig(Section):
     CUDA. On a CPU that multiplies bfloat16 itself (AMX, AVX512_BF16) that is faster for models that are not small:
     `whet plan` says so."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Values that override entries of the model's config.json, by their Hugging Face names."""
+    """Values that override entries of the model's config.json, by their Hugging Face names. Sections such as
+    rope_parameters are joined."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights of the model. Default: all weights are trained."""
     mtp: str | dict[str, Any] | None = None
