@@ -331,6 +331,18 @@ def test_overrides_stand_over_the_file(
     assert {name: found[name] for name in read} == read
 
 
+def test_dropout_of_a_folder_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    model.config.attention_dropout = 0.25
+    export(model, None, tmp_path / "m")
+    with caplog.at_level("INFO", "whet"):
+        open_model(tmp_path / "m", overrides={"rms_norm_eps": 1e-5})
+        assert "own dropout is not applied (attention_dropout=0.25)" in caplog.text
+        caplog.clear()
+        open_model(tmp_path / "m", overrides={"attention_dropout": 0.0})
+        assert "dropout" not in caplog.text
+
+
 def test_overrides_of_a_new_model_stand_over_its_sizes() -> None:
     linear = {"rope_type": "linear", "factor": 2.0}
     model = scratch({"rope_parameters": linear}, rope_theta=3e4)
@@ -344,6 +356,7 @@ def test_overrides_of_a_new_model_stand_over_its_sizes() -> None:
         ({"revision": "main"}, "revision is not a key"),
         ({"torch_dtype": "float16"}, "torch_dtype is decided by model.dtype"),
         ({"model_type": "llama"}, "model_type is decided by"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1: no dropout of a model's own is applied"),
     ],
 )
 def test_overrides_without_effect_are_refused(overrides: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -110,16 +110,16 @@ def test_the_warm_up_is_exactly_so_many_steps() -> None:
 def test_overrides_of_a_role(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     models: Any = SimpleNamespace(model=tiny_model("llama"), tokenizer=Sized(VOCAB))
-    cfg = load(None, (), {"model": {"path": "x", "overrides": {"attention_dropout": 0.125}}}).config
+    cfg = load(None, (), {"model": {"path": "x", "overrides": {"initializer_range": 0.125}}}).config
     context: Any = SimpleNamespace(cfg=cfg)
 
     def epsilon(overrides: dict[str, Any] | None) -> tuple[float, float]:
         config = model_at(models, context, str(tmp_path), overrides=overrides)().config
-        return config.rms_norm_eps, config.attention_dropout
+        return config.rms_norm_eps, config.initializer_range
 
     plain = tiny_model("llama").config
-    assert epsilon({"rms_norm_eps": 0.25}) == (0.25, 0.0)
-    assert epsilon({}) == (plain.rms_norm_eps, 0.0)
+    assert epsilon({"rms_norm_eps": 0.25}) == (0.25, plain.initializer_range)
+    assert epsilon({}) == (plain.rms_norm_eps, plain.initializer_range)
     assert epsilon(None) == (plain.rms_norm_eps, 0.125), "the policy's"
 
 

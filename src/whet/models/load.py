@@ -201,6 +201,9 @@ def _load(
     check_files(path, cfg.overrides, files)
     config = _read_config(path, cfg.overrides)
     check_weights(path, files, key="model.path", named=getattr(config, "transformers_weights", None))
+    told = config.get_text_config().to_dict()
+    if dropped := [f"{name}={value}" for name, value in told.items() if _drops(name, value)]:
+        log.info("%s: the model's own dropout is not applied (%s)", path, ", ".join(dropped))
     layers = getattr(config.get_text_config(), "num_hidden_layers", MOST_LAYERS)
     there = mtp.counted(files, layers)
     ahead = _ahead(path, cfg, there)
@@ -309,11 +312,24 @@ _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
+def _drops(name: str, value: Any) -> bool:
+    """Whether an entry of a config.json says that a decoder has dropout."""
+    own = name.endswith(("dropout", "dropout_prob", "pdrop")) and not name.startswith(
+        ("classifier", "summary")
+    )
+    return own and isinstance(value, int | float) and value > 0
+
+
 def _check_known(config: PreTrainedConfig, overrides: dict[str, Any], raw: dict[str, Any]) -> None:
     """ConfigError for overrides without effect: transformers keeps any name. config: without them."""
-    for name in overrides:
+    for name, value in overrides.items():
         if name in _ELSEWHERE:
             raise ConfigError(f"model.overrides: {name} is decided by {_ELSEWHERE[name]}; leave it out")
+        if _drops(name, value):
+            raise ConfigError(
+                f"model.overrides: {name}={value}: no dropout of a model's own is applied, for sampling and training "
+                "compute the same; leave it out (adapters may have some: model.lora.dropout)"
+            )
         rotates = name in _ROPE and hasattr(config, "rope_parameters")
         if not (name in raw or rotates or hasattr(config, name) or name in _IMPLEMENTATIONS):
             raise ConfigError(f"model.overrides: {name} is not a key of a {config.model_type} config.json")
