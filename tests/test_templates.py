@@ -90,6 +90,24 @@ ENDLESS = {
     "a percent's width": "{{ '%9999999999d' % 1 }}",
     "a star's width": "{{ '%*d' % (9999999999, 1) }}",
     "an indent": "{{ messages | tojson(indent=1000000000) }}",
+    "a width within the limit of a product": "{{ 'x'.ljust(5000000) }}",
+    "slices of a long text": (
+        "{% set s = 'a' * 99999 %}{% for i in range(999) %}{% set y = s[1:] %}{% endfor %}"
+    ),
+    "a hash of pairs of pairs": (
+        "{% set a0 = (1, 1) %}"
+        + "".join(f"{{% set a{n + 1} = (a{n}, a{n}) %}}" for n in range(60))
+        + "{% set d = {a60: 1} %}"
+    ),
+    "a table of long texts": "{{ ('a' * 99999).translate({97: 'b' * 99999}) }}",
+    "widths of a format, each given": "{{ '{:{}{}}'.format('a', '9999', '999999') }}",
+    "many widths of a format": "{{ ('{0:9999}' * 1000).format(1) }}",
+    "many widths of a percent": "{{ ('%(a)9999d' * 1000) % {'a': 1} }}",
+    "many long values of a percent": "{{ ('%(a)s' * 9999) % {'a': 'x' * 9999} }}",
+    "the same by the filter": "{{ ('%(a)s' * 9999) | format(a='x' * 9999) }}",
+    "a division of long numbers": "{{ ('f' * 99999) | int(base=16) // ('f' * 49999) | int(base=16) }}",
+    "a long text in a loop": "{% for i in range(999) %}{% set x %}" + "z" * 9999 + "{% endset %}{% endfor %}",
+    "lists added to lists": "{{ range(9999) | list | batch(1) | sum(start=[]) }}",
 }
 
 
@@ -117,6 +135,9 @@ def test_a_template_that_would_not_end_or_fill_the_memory_is_refused(
         ("{% for %}", r"line 1 of the template"),
         ("{{ raise_exception('no system message') }}", "no system message"),
         ("{{ ''.__class__.x }}", "unsafe"),
+        ("{{ ('ab' * 9).encode('punycode') }}", "'encode' of 'str' object is unsafe"),
+        ("{{ (1).to_bytes(8000000000, 'big') }}", "'to_bytes' of 'int' object is unsafe"),
+        ("{{ [1, 2] | random }}", "No filter named 'random'"),
     ],
 )
 def test_whatever_a_template_raises_is_told_in_one_sentence(
@@ -124,6 +145,28 @@ def test_whatever_a_template_raises_is_told_in_one_sentence(
 ) -> None:
     with pytest.raises(DataError, match=rf"The chat template refuses the messages \(user\): .*{says}"):
         render(with_template(tokenizer, template), [Message("user", "hi")])
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 1717171717171 | tojson }}", "1717171717171"),
+        ("{{ [9999999999] | map('tojson') | join }}", "9999999999"),
+        ("{{ 9999999999 | replace('9', '1') }}", "1111111111"),
+        ("{{ '%s-1234567' | format(1717171717171) }}", "1717171717171-1234567"),
+        ('{{ \'{"a": {"b": %s}}\' | format(1) }}', '{"a": {"b": 1}}'),
+        ("{{ '**%s**' | format('x') }}", "**x**"),
+        ("{{ '{{{}}}'.format(99999999999) }}", "{99999999999}"),
+        ("{{ (('p' * 9999) ~ '{}').format('x' * 500000) | length }}", "509999"),
+        ("{% set a, b = (1, [2, {'c': 3}]) %}{{ a }}{{ b[1:] | tojson }}", '1[{"c": 3}]'),
+        ("{{ [[1], [2, 3]] | sum(start=[]) }}{{ [1, 2] | sum }}", "[1, 2, 3]3"),
+    ],
+)
+def test_what_only_looks_large_is_rendered(
+    template: str, text: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A number that is written is no width, and a long format is no longer for being long."""
+    assert render(with_template(tokenizer, template), [Message("user", "hi")]) == text
 
 
 def test_a_conversation_of_a_million_characters_is_rendered(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -17,9 +17,10 @@ from functools import lru_cache, wraps
 from math import prod
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import Template, nodes, pass_environment
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_sum
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,18 +32,25 @@ from whet.types import Json
 MOST_WORK = 200_000_000
 """Of one rendering, in characters worked on: a second or a few. What else is done counts as so many characters:"""
 TURN, ENTRY, CALL = 20, 100, 2000
-"""A turn of a loop (and as much for each node of its body), an entry of a list that is read, a call."""
+"""A turn of a loop (as much for each node of its body; its text, too), an entry of a list that is read, a call."""
 MOST_TEXT = 20_000_000
 """Characters, or entries of lists, of any one value."""
 MOST_BITS = 4096
 """Of a whole number."""
 
 _GROWING = frozenset(
-    ("replace", "join", "format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch",
-     "slice", "tojson", "wordwrap", "round", "range", "strftime_now", "truncate")
+    ("replace", "join", "center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch",
+     "slice", "tojson", "wordwrap", "round", "range", "truncate", "translate")
 )  # fmt: skip
 """Functions and filters whose result may have the product of the sizes of what they are given."""
-_WIDTH = re.compile(r"\d{6}|\*")
+_FORMATS = frozenset(("format", "format_map", "%", "strftime_now"))
+"""Those whose result follows from the places in a text and the widths of these."""
+_PLACE, _WIDTH = re.compile("[%{]"), re.compile(r"\d+")
+_INNER = re.compile(r"\{[^{}]+\{")
+_GIVEN_WIDTH = {"%": re.compile(r"%[-+ #0-9.]*\*"), "format": _INNER, "format_map": _INNER}
+"""A width that is not in the text itself, but in what is put there."""
+_UNSAFE = frozenset(("encode", "to_bytes", "from_bytes"))
+"""Methods that no template needs: bytes are not weighed, and some encodings take the square of the length."""
 
 CUT = "\U00010137"
 """Parts a control token's text in what a template is given (`data.chat.parted`): a sign that is hardly ever written.
@@ -73,6 +81,8 @@ def _weigh(value: object) -> int:
         size = len(value)
     elif isinstance(value, int):
         size = value.bit_length() // 8
+        if value.bit_length() > MOST_BITS:
+            raise TooMuch(f"it creates a number that is too large, of more than {MOST_BITS} bits")
     else:
         return _weigh_inside(value)
     _charge(size + ENTRY)
@@ -104,25 +114,38 @@ def _admit(name: str, given: Iterable[object]) -> None:
     given = list(given)
     _charge(CALL)
     weights = [_weigh(v) for v in given]
-    if name not in _GROWING:
-        return
-    sizes = [abs(v) if isinstance(v, int) else w for v, w in zip(given, weights)]
-    if prod(max(1, s) for s in sizes) > 100 * MOST_TEXT or _wide(name, given):
+    if (name in _GROWING and _multiplies(given, weights)) or (
+        name in _FORMATS and _fills(name, given, weights)
+    ):
         raise TooMuch(f"{name} would create a text of more than {MOST_TEXT} characters")
 
 
-def _wide(name: str, given: list[object]) -> bool:
-    """Whether a format requests a width that is far too large."""
-    formats = name in ("format", "format_map", "strftime_now", "%")
-    return formats and any(isinstance(v, str) and _WIDTH.search(v) for v in given[:1])
+def _multiplies(given: list[object], weights: list[int]) -> bool:
+    """Whether the result may be too large: a number beside the value may be a width, and each part of a text may be
+    replaced."""
+    sizes = [abs(v) if n and isinstance(v, int) else w for n, (v, w) in enumerate(zip(given, weights))]
+    return max(sizes, default=0) > MOST_TEXT or prod(max(1, s) for s in sizes) > 100 * MOST_TEXT
+
+
+def _fills(name: str, given: list[object], weights: list[int]) -> bool:
+    """Whether a format of too great widths, or with too much in its places, is asked for."""
+    if not given or not isinstance(given[0], str):
+        return False
+    text = given[0].replace("{{", "").replace("}}", "")
+    widths = sum(min(int(width[:9]), MOST_TEXT + 1) for width in _WIDTH.findall(text))
+    if name in _GIVEN_WIDTH and _GIVEN_WIDTH[name].search(text):
+        return True
+    return len(text) + widths + len(_PLACE.findall(text)) * sum(weights[1:]) > MOST_TEXT
 
 
 def _bounded(name: str, function: Any) -> Callable[..., Any]:
     """A filter or test that is charged for what it is given and what it gives."""
 
+    first = int(hasattr(function, "jinja_pass_arg"))  # before the value, where the environment is asked for
+
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
-        _admit(name, (*args, *kwargs.values()))
+        _admit(name, (*args[first:], *kwargs.values()))
         made = function(*args, **kwargs)
         _weigh(made)
         return made
@@ -149,16 +172,23 @@ def _weighed(value: Any) -> Any:
     return value
 
 
-TURNS, WEIGHED = "the iterations of a loop", "a weighed value"
+def _cut(value: Any) -> Any:
+    """A part of a text or list, which has been copied."""
+    _charge(len(value) if hasattr(value, "__len__") else 0)
+    return value
+
+
+TURNS, WEIGHED, CUT_OUT = "the iterations of a loop", "a weighed value", "a part"
 """Filters that no template can name."""
 
 
 class _Charged(NodeTransformer):
-    """Puts the charges for loops, comparisons and concatenation into a template."""
+    """Puts the charges for loops, comparisons, concatenation, slices and values in brackets into a template."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
-        body = sum(1 for _ in node.find_all(nodes.Node))
+        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        body = sum(1 for _ in node.find_all(nodes.Node)) + text // TURN
         node.iter = nodes.Filter(node.iter, TURNS, [nodes.Const(body)], [], None, None, lineno=node.lineno)
         return node
 
@@ -173,6 +203,22 @@ class _Charged(NodeTransformer):
         self.generic_visit(node)
         node.nodes = [_weighed_node(part) for part in node.nodes]
         return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        sliced = isinstance(node.arg, nodes.Slice)
+        return nodes.Filter(node, CUT_OUT, [], [], None, None, lineno=node.lineno) if sliced else node
+
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Expr:
+        """Weighed, or a few pairs of pairs would be a value of 2**60 entries, for whoever goes through it."""
+        self.generic_visit(node)
+        return _weighed_node(node)
+
+    visit_Dict = visit_List
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
+        self.generic_visit(node)
+        return _weighed_node(node) if node.ctx == "load" else node
 
 
 def _weighed_node(node: nodes.Expr) -> nodes.Expr:
@@ -222,10 +268,12 @@ class _Environment(ImmutableSandboxedEnvironment):
             finalize=_weighed,
             optimized=False,
         )
-        self.filters = {name: _bounded(name, f) for name, f in {**self.filters, "tojson": _tojson}.items()}
-        self.filters |= {TURNS: _turns, WEIGHED: _weighed}
+        own = {**self.filters, "tojson": _tojson, "sum": _sum}
+        del own["random"]
+        self.filters = {name: _bounded("%" if name == "format" else name, f) for name, f in own.items()}
+        self.filters |= {TURNS: _turns, WEIGHED: _weighed, CUT_OUT: _cut}
         self.tests = {name: _bounded(name, test) for name, test in self.tests.items()}
-        del self.globals["lipsum"]  # random text
+        del self.globals["lipsum"]  # random text, as the filter's
         self.globals |= {
             "raise_exception": _raise,
             "strftime_now": strftime_now,
@@ -235,6 +283,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Charged().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in _UNSAFE and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _check_operation(operator, left, right)
@@ -252,7 +303,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
     weights = _weigh(left), _weigh(right)
     whole = [v for v in (left, right) if isinstance(v, int)]
     if operator == "%":
-        too_much = isinstance(left, str) and _wide("%", [left])
+        too_much = isinstance(left, str) and _fills("%", [left, right], [*weights])
     elif len(whole) == 2:
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         too_much = operator != "+" and bits > MOST_BITS
@@ -292,6 +343,15 @@ def _tojson(
 ) -> str:
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+@pass_environment
+def _sum(environment: Any, items: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
+    """Jinja's, charged for lists and texts: each addition copies what there is so far."""
+    every = list(items)
+    if not isinstance(start, int | float):
+        _charge(len(every) * _weigh(every) // TURN)
+    return do_sum(environment, every, attribute, start)
 
 
 def _escaped(found: re.Match[str]) -> str:
