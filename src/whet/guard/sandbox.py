@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import platform
+import resource
 import struct
 import sys
 import sysconfig
@@ -31,6 +32,8 @@ _CAPSET_VERSION, _CAPSET_KEPT = 0x20080522, 0b110
 """Kept are those by which files of other users are read; Landlock says which files."""
 
 _PACKAGES = ("site-packages", "dist-packages")
+_MOST_FILES = 256
+"""Files, sockets and pipes that a confined process may open at once, beside those that it has."""
 _NEW = 424
 """Linux numbers system calls alike on all machines from here on. None is needed but these."""
 _NEW_ALLOWED = (436, 439)  # close_range, faccessat2
@@ -85,6 +88,7 @@ def lacking() -> str:
 
 def enter() -> None:
     """Confine this process, for good. OSError where the system refuses."""
+    _bound_files()
     _give_up_privileges()
     _restrict_files([(path, _READ_FILE | (_READ_DIR if path.is_dir() else 0)) for path in readable()])
     _load_filter(_steps(os.getpid()))
@@ -110,6 +114,14 @@ def enter_programs(programs: Sequence[Path], folder: Path, hand_over: Callable[[
     _restrict_files([(Path("/"), _READ_FILE | _READ_DIR), (folder, writes), *executed])
     hand_over(_load_filter(_asking_steps(), asks=True))
     _load_filter(_steps(os.getpid(), programs=True))
+
+
+def _bound_files() -> None:
+    """The kernel keeps what is written into a socket or pipe, beside the memory of the process: so there are few."""
+    most = max(map(int, os.listdir("/proc/self/fd"))) + _MOST_FILES
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _give_up_privileges() -> None:
