@@ -305,7 +305,7 @@ def test_a_data_set_is_a_file_a_folder_or_a_function(tmp_path: Path) -> None:
         at + "path": "gsm8k", at + "subset": "main", at + "split": ["train", "test"], at + "prompt": "q",
     }  # fmt: skip
     part = data(values(p_dataset__name="gsm8k", p_dataset__split="train[:10%]"))
-    assert (part["data.train.0.split"], part["data.train.0.limit"]) == ("train", 0.1)
+    assert (part["data.train.0.split"], part["data.train.0.limit"]) == ("train", "10%")
     with pytest.raises(NotSupportedYet, match="sums of parts of splits"):
         data(values(p_dataset__name="gsm8k", p_dataset__split=["train[:10%]", "test"]))
     with pytest.raises(NotSupportedYet, match="validation would take a part"):

@@ -106,7 +106,16 @@ def test_parts_of_splits_that_no_source_can_take_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["train[5:3]", "train[5:5]", "train[:0]", "train[-2:-5]", "train[80%:20%]", "train[:0%]", "train[:150%]"],
+    [
+        "train[5:3]",
+        "train[5:5]",
+        "train[:0]",
+        "train[-2:-5]",
+        "train[80%:20%]",
+        "train[:0%]",
+        "train[:150%]",
+        "train[100%:]",
+    ],
 )
 def test_parts_of_splits_without_rows_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="takes no rows"):
@@ -119,12 +128,14 @@ def test_parts_of_splits_without_rows_are_refused(text: str) -> None:
         ("train", {"split": "train"}),
         ("train[:100]", {"split": "train", "limit": 100}),
         ("train[20:100]", {"split": "train", "skip": 20, "limit": 80}),
-        ("train[95%:]", {"split": "train", "skip": 0.95}),
-        ("train[5%:15%]", {"split": "train", "skip": 0.05, "limit": 0.1}),
+        ("train[95%:]", {"split": "train", "skip": "95%"}),
+        ("train[5%:15%]", {"split": "train", "skip": "5%", "limit": "10%"}),
         ("train[:100%]", {"split": "train"}),
         ("train[-500:]", {"split": "train", "skip": -500}),
-        ("train[-20%:]", {"split": "train", "skip": 0.8}),
-        ("train[-20%:-10%]", {"split": "train", "skip": 0.8, "limit": 0.1}),
+        ("train[-20%:]", {"split": "train", "skip": "-20%"}),
+        ("train[-20%:-10%]", {"split": "train", "skip": "-20%", "limit": "-10%"}),
+        ("train[-20%:90%]", {"split": "train", "skip": "-20%", "limit": "10%"}),
+        ("train[-100%:30%]", {"split": "train", "limit": "30%"}),
         ("train[:-500]", {"split": "train", "limit": -500}),
         ("train[10:-500]", {"split": "train", "skip": 10, "limit": -500}),
         ("train[-500:-100]", {"split": "train", "skip": -500, "limit": -100}),
@@ -137,9 +148,7 @@ def test_splits(text: str, part: dict[str, Json]) -> None:
         for key, value in found.items()
         if key.startswith("data.train.0.")
     }
-    assert {key: value for key, value in mine.items() if key in ("split", "skip", "limit")} == pytest.approx(
-        part
-    )
+    assert {key: value for key, value in mine.items() if key in ("split", "skip", "limit")} == part
 
 
 def test_several_datasets_and_older_names() -> None:

@@ -22,6 +22,7 @@ from whet.config.sources import rewards_by_source, verifiers
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, demonstration, eval_tasks
 from whet.data.tokenizer import load_tokenizer
+from whet.dialects.splits import rows_of_split
 from whet.rewards.combine import RewardSet, score
 from whet.types import ConfigError, DataError, Group, Message, Rollout, Task
 
@@ -199,6 +200,42 @@ def test_negative_numbers_count_from_the_end_as_in_a_slice(rows, held):
         assert others.slice(0, len(others)) == list(given_rows[:-held])
         both = read_rows(SourceConfig(rows=given_rows, skip=-held - 1, limit=-held))
         assert both.slice(0, len(both)) == [given_rows[-held - 1]]
+
+
+@given(
+    rows=st.integers(1, 400),
+    low=st.one_of(st.none(), st.integers(-99, 99)),
+    high=st.one_of(st.none(), st.integers(-99, 99)),
+)
+def test_a_part_in_percent_is_that_of_the_datasets_library(rows, low, high):
+    text = f"train[{'' if low is None else f'{low}%'}:{'' if high is None else f'{high}%'}]"
+    instruction = pytest.importorskip("datasets").ReadInstruction
+    theirs = instruction.from_spec(text).to_absolute({"train": rows})[0]
+    expected = list(range(theirs.from_, theirs.to))
+    try:
+        part = rows_of_split(text, "key")
+    except ConfigError:
+        assert (low or 0) % 100 >= (100 if high is None else high % 100), text
+        return
+    del part["split"]
+    source = SourceConfig(rows=tuple({"prompt": str(n)} for n in range(rows)), **part)
+    if not expected:
+        with pytest.raises(DataError, match="is empty"):
+            read_rows(source)
+        return
+    found = read_rows(source)
+    assert [int(found.row(n)["prompt"]) for n in range(len(found))] == expected
+
+
+def test_a_limit_in_percent_follows_no_number_of_rows():
+    with pytest.raises(ConfigError, match=r"limit=10% ends at a percentage of all rows; give skip as one"):
+        plans(
+            load(
+                None,
+                (),
+                {**BASE, "data": {"train": [{"rows": [{"prompt": "a"}], "skip": 5, "limit": "10%"}]}},
+            )
+        )
 
 
 def test_nothing_left_is_said():

@@ -113,6 +113,8 @@ def _rows(source: SourceConfig) -> Iterator[str]:
         yield "path is an empty list; give at least one file"
     if source.split == ():
         yield "split is an empty list; leave it out to read everything"
+    if isinstance(source.limit, str) and source.skip and not isinstance(source.skip, str):
+        yield f"limit={source.limit} ends at a percentage of all rows; give skip as one, too, as 10%"
 
 
 def _made_up(source: SourceConfig) -> Iterator[str]:

@@ -55,7 +55,7 @@ def read_rows(source: SourceConfig, *, vocabulary: int = 1) -> SourceRows:
         name, parts = stem(source.path, files), read_files(files, most)
     every = SourceRows(source.name or name, tuple(parts))
     begin = _place(source.skip, len(every))
-    end = _end(source.limit, begin, len(every))
+    end = _end(source, begin, len(every))
     rows = every if begin == 0 and end >= len(every) else every.cut(begin, end)
     if not len(rows):
         where = ", ".join(p.origin for p in every.parts)
@@ -67,22 +67,36 @@ def read_rows(source: SourceConfig, *, vocabulary: int = 1) -> SourceRows:
 
 def _most(source: SourceConfig) -> int | None:
     """Rows that have to be read; None: all, for a share is of all, and a negative number counts from the end."""
-    if (
-        isinstance(source.skip, float)
-        or not isinstance(source.limit, int)
-        or min(source.skip, source.limit) < 0
-    ):
+    skip, limit = source.skip, source.limit
+    if not isinstance(skip, int) or not isinstance(limit, int) or min(skip, limit) < 0:
         return None
-    return source.skip + source.limit
+    return skip + limit
 
 
-def _place(skip: float, rows: int) -> int:
+def _place(skip: float | str, rows: int) -> int:
     """The first row that is used."""
+    if isinstance(skip, str):
+        return _boundary(_percent(skip), rows)
     return max(rows + int(skip), 0) if skip < 0 else _count(skip, rows)
 
 
-def _end(limit: float | None, begin: int, rows: int) -> int:
+def _percent(text: str) -> int:
+    return int(text.removesuffix("%"))
+
+
+def _boundary(percent: int, rows: int) -> int:
+    """The row of a boundary in percent, as `datasets.ReadInstruction` with its rounding 'closest' has it: what is less
+    than half a row from the end is row 0 there."""
+    row = round(percent * rows / 100)
+    return row if row >= 0 else rows + row
+
+
+def _end(source: SourceConfig, begin: int, rows: int) -> int:
     """The row after the last one that is used."""
+    limit = source.limit
+    if isinstance(limit, str):
+        first, last = _percent(source.skip) if isinstance(source.skip, str) else 0, _percent(limit)
+        return max(_boundary(last if last < 0 else first % 100 + last, rows), begin)
     if limit is None or limit < 0:
         return max(rows + int(limit or 0), begin)
     return begin + _count(limit, rows)

@@ -13,7 +13,7 @@ SUM = re.compile(r"[\w.-]+( *\+ *[\w.-]+)+")
 
 
 def rows_of_split(text: str, key: str) -> dict[str, Json]:
-    """The split, and what to skip and to take of it. A share is of all rows, natively, too; a negative number counts
+    """The split, and what to skip and to take of it. Percentages are boundaries natively, too; a negative number counts
     from the end."""
     if SUM.fullmatch(text):
         return {"split": [name.strip() for name in text.split("+")]}
@@ -24,7 +24,7 @@ def rows_of_split(text: str, key: str) -> dict[str, Json]:
     mixed = is_share and low and high and percent_low != percent_high
     if is_share:  # the last fifth begins at 80%
         first += 100 * (first < 0)
-        last = None if last is None else last + 100 * (last < 0)
+        last = 100 if last is None else last + 100 * (last < 0)
     from_end = min(first, last or 0) < 0
     if found is None or mixed or (from_end and (is_share or (first < 0 <= (last or 0) and high))):
         raise NotSupportedYet(
@@ -36,8 +36,9 @@ def rows_of_split(text: str, key: str) -> dict[str, Json]:
         raise ConfigError(
             f"{key}: {shown(text)} takes no rows, or more than there are; give the lower end first"
         )
-    limit = last if last is None or last < 0 else last - first
     if not is_share:
+        limit = last if last is None or last < 0 else last - first
         return {"split": name, **({"skip": first} if first else {}), **({"limit": limit} if limit else {})}
-    shares = {"skip": first / 100, "limit": None if limit is None else limit / 100}
-    return {"split": name, **{key: share for key, share in shares.items() if share and share != 1}}
+    skip = {"skip": f"{int(low)}%"} if first else {}
+    taken = int(high) if high.startswith("-") else (last or 0) - first
+    return {"split": name, **skip, **({} if last == 100 else {"limit": f"{taken}%"})}

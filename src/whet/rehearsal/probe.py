@@ -24,7 +24,7 @@ from whet.envs.several import names, one_of_each
 from whet.envs.work import RunWork
 from whet.judges import judges_of
 from whet.rehearsal.findings import Finding, fails, left_open, works
-from whet.rehearsal.shrink import real_tokenizer, small_order, stand_in
+from whet.rehearsal.shrink import few, real_tokenizer, small_order, stand_in
 from whet.rewards.combine import RewardSet, score
 from whet.types import Group, Message, Rollout, Task, WhetError, given_tokens
 
@@ -90,7 +90,7 @@ def _source(out: Probed, cfg: Config, source: SourceConfig, part: str, n: int) -
     """Read source n of a part of `data`. Returns its first tasks, and why it cannot be used, or ''."""
     what = f"data.{part}[{n}] {source.name or source.path or source.function or ''}".strip()
     real = real_tokenizer(cfg) is not None
-    source = source.model_copy(update={"limit": min(source.limit or ROWS, ROWS)})
+    source = source.model_copy(update={"limit": few(source.limit, ROWS)})
     data = cfg.data.model_copy(update={} if real else {"overlong": "filter", "max_prompt_tokens": 2**20})
     try:
         source = recognised(source, read_rows(source), texts=holds_texts(cfg, part))

@@ -219,12 +219,17 @@ def _data(cfg: Config, stage: str, lost: Mapping[str, str]) -> dict[str, Json]:
         tree[part] = [
             made_up(n, part, source)
             if f"{stage}/{part}/{n}" in lost
-            else source | {"limit": min(source.get("limit") or 64, 64)}
+            else source | {"limit": few(source.get("limit"), 64)}
             for n, source in enumerate(sources)
         ]
     if real_tokenizer(cfg) is None:
         tree["overlong"] = "truncate_left"  # lengths under a stand-in are not the real ones
     return tree
+
+
+def few(limit: Json, most: int) -> Json:
+    """A source's `limit`, of at most so many rows where it is a number of rows; a share of them stays what it is."""
+    return min(limit or most, most) if limit is None or isinstance(limit, int) else limit
 
 
 def made_up(number: int, part: str, source: Mapping[str, Json]) -> dict[str, Json]:

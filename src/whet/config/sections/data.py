@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from whet.config.sections.base import Above0, Count, Negative, Positive, Section, Share
+from whet.config.sections.base import Above0, Count, Negative, Percent, Positive, Section, Share
 
 REASONING_GYM = "reasoning_gym"
 """The function of a source whose rows the package of that name generates."""
@@ -123,12 +123,16 @@ class SourceConfig(Section):
     """Columns, and the value that every row with the column must have in it; a row with another value is an error, so
     that rows which were made for something else are never taken for these. (SkyRL: env_class of a row, in place of
     environment.env_class)"""
-    skip: int | Share = 0
+    skip: int | Share | Percent = 0
     """Number of rows to skip at the start. A number below 1 is a share of all rows: at least one row is skipped, and
-    never the last. A negative number counts from the end, as in a slice: -10 skips all rows but the last ten."""
-    limit: Positive | Negative | Share | None = None
+    never the last. A negative number counts from the end, as in a slice: -10 skips all rows but the last ten. A text
+    like 10% or -10% is a boundary as in the slices of the datasets library: the row that is closest to it, of two the
+    even one."""
+    limit: Positive | Negative | Share | Percent | None = None
     """Maximum number of rows to use after `skip`. A share is counted as in `skip`: limit 0.1 of one source and skip 0.1
-    of another split the same rows into two disjoint parts. A negative number excludes that many rows at the end."""
+    of another split the same rows into two disjoint parts. A negative number excludes that many rows at the end. With
+    percentages skip 5% and limit 10% are the rows between the boundaries 5% and 15%; limit -10% excludes the last
+    tenth."""
 
 
 class DataConfig(Section):
