@@ -153,7 +153,7 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None
         config=text, seed=cfg.seed, data_files=data_files(loaded), code=loaded.code, bits=bits
     )
     if start.checkpoint:
-        history.compare_machines(directory, described)
+        history.compare_starts(directory, described)
         changes = [*start.changes, *history.since_last_start(directory.path, shown)]
         history.write_down(directory, changes, start.state, unasked=start.code)
         set_aside_export(loaded, directory.path, start.state)

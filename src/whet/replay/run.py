@@ -279,7 +279,7 @@ def _notes(recorded: Recorded, loaded: Loaded, stage: int, state: Json) -> list[
     """What is not as it was in the run, and what the terms of the loss lack."""
     from whet.job import pick_device
     from whet.models.arithmetic import facts
-    from whet.track.manifest import file_sha256, other_arithmetic
+    from whet.track.manifest import file_sha256, other_arithmetic, other_data
 
     changed = other_code(state.get("code") or recorded.code, loaded.code)
     notes = [f"{change.at[0]} has changed since the run: {change.old} -> {change.new}" for change in changed]
@@ -287,12 +287,8 @@ def _notes(recorded: Recorded, loaded: Loaded, stage: int, state: Json) -> list[
         notes.append(
             "separate explorers sampled the rollouts; here one process samples them, which gives the same"
         )
-    if not state.get("stage_name"):  # a checkpoint holds its data to its rows
-        now = {str(file): file_sha256(file) for file in data_files(loaded)}
-        was = recorded.manifest.get("data_sha256") or {}
-        notes += [
-            f"data {file} has changed since the run" for file in now if was.get(file, now[file]) != now[file]
-        ]
+    now = {"data_sha256": {str(file): file_sha256(file) for file in data_files(loaded)}}
+    notes += [f"data {file} has changed since the run" for file in other_data(recorded.manifest, now)]
     cfg, device = loaded.config, pick_device(loaded.config).type
     bits = facts(device, kernels=cfg.machine.kernels, halves=halves(loaded.stages, device))
     told = other_arithmetic(recorded.manifest, {"arithmetic": bits})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from whet.config.resuming import Change, free_changes
 from whet.track.files import reading
-from whet.track.manifest import other_arithmetic
+from whet.track.manifest import other_arithmetic, other_data
 from whet.track.record import RunDirectory
 from whet.track.written import read_config
 from whet.types import DataError, Json
@@ -70,7 +70,15 @@ def other_rows(
         )
 
 
-def compare_machines(directory: RunDirectory, now: Mapping[str, Json]) -> None:
-    """A run that resumes on another machine: whether the bits of its results may differ, and why."""
-    if (before := directory.last_start) and (told := other_arithmetic(before, now)):
+def compare_starts(directory: RunDirectory, now: Mapping[str, Json]) -> None:
+    """A run that resumes on another machine, or with other data files: whether its results may differ, and why."""
+    if not (before := directory.last_start):
+        return
+    if told := other_arithmetic(before, now):
         log.warning("%s", told)
+    for file in other_data(before, now):
+        log.warning(
+            "data %s has changed since the previous start. A checkpoint knows the prompts, answers and replies of the "
+            "training rows alone: held-out rows, and other columns, which rewards and environments read, may differ",
+            file,
+        )
