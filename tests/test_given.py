@@ -54,6 +54,10 @@ def test_sources_stay_and_rows_may_stand_among_them():
         (nested_rows(), "data.train, row 1: lists and mappings nest more than 50 levels deep"),
         (pd.DataFrame([]), "data.train: has no rows; give at least one"),
         (
+            [{"prompt": "a", "points": [{"1": 0.5}, {1: 0.5}]}],
+            "data.train, row 1: has the key 1; expected str: a file would have it as text",
+        ),
+        (
             [{"prompt": {1, 2}}],
             "data.train, row 1: Object of type set is not JSON serializable; rows hold dict",
         ),

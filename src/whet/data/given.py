@@ -135,13 +135,31 @@ def _lines(rows: Callable[[], Iterator[Any]], what: str) -> Iterator[bytes]:
                 f"{what}, row {n}: got a {type(row).__name__}; a row is a dict with named columns"
             )
         try:
-            yield json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except RecursionError as e:
             raise ConfigError(f"{what}, row {n}: {too_deep()}") from e
         except (TypeError, ValueError) as e:
             raise ConfigError(
                 f"{what}, row {n}: {e}; rows hold dict, list, str, int, float, bool and None"
             ) from e
+        if odd := _odd_keys(row):
+            raise ConfigError(
+                f"{what}, row {n}: has the key {odd[0]!r}; expected str: a file would have it as text"
+            )
+        yield line
+
+
+def _odd_keys(row: Mapping[Any, Any]) -> list[Any]:
+    """Keys at any depth that are no text."""
+    found: list[Any] = []
+    inside: list[Any] = [row]
+    for one in inside:
+        if isinstance(one, Mapping):
+            found += [key for key in one if not isinstance(key, str)]
+            inside += one.values()
+        elif isinstance(one, list | tuple):
+            inside += one
+    return found
 
 
 def _rows(value: Any) -> Callable[[], Iterator[Any]] | None:
