@@ -343,6 +343,8 @@ def test_a_fork_bomb_and_an_endless_loop_are_stopped(monkeypatch: pytest.MonkeyP
     assert "it started too many processes" in problem(
         "bomb() { bomb | bomb & }; bomb; wait\nwhile :; do (:); done"
     )
+    hog = "(x=$(printf '%100000000s' a); while :; do :; done) &"
+    assert "its processes took too much memory" in problem(f"for i in 1 2 3 4 5 6 7 8; do {hog} done; wait")
     assert "stopped after this" in notes(
         f"{START} a=1\nset -m\n(while :; do :; done) & disown\n(sleep 9; :) &"
     )

@@ -29,6 +29,11 @@ _OTHER = "1\n"
 _FIRST_MARK = 91_610_000
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(:?[-=+?])?")
 _SET = r"\b{0}(\+?=|\[)|\b(for|read|local|declare|select|getopts)\b[^\n;]*\b{0}\b|-[nz] *\"?\$\{{?{0}\b"
+_STOPPED = {
+    "time": "it was stopped after some seconds: does it wait for something? ",
+    "processes": "it was stopped because it started too many processes. ",
+    "memory": "it was stopped because its processes took too much memory. ",
+}
 _SAID = re.compile(r": line (?P<line>\d+): (?P<text>(?:(?P<name>\w+): )?.*)")
 _QUIET = re.compile(
     r"mkdir|sleep|pip3?|wait|ray|export|wget|curl|git|pkill|killall|kill|rm|mv|cp|touch|chmod|tee|find|clear|nvidia-smi"
@@ -178,10 +183,8 @@ def _nothing(ran: Ran, started: Sequence[Noted], text: str) -> str:
         if one.kind == "start" and not _is(one, _GIVEN_KEYS)
     ]
     problem = ""
-    if ran.ended == "time":
-        problem = "it was stopped after some seconds: does it wait for something? "
-    elif ran.ended:
-        problem = "it was stopped because it started too many processes. "
+    if ran.ended:
+        problem = _STOPPED[ran.ended]
     elif told := [found for found in map(_SAID.search, ran.error.splitlines()) if found]:
         name = told[-1]["name"]
         needed = name and (told[-1]["text"].endswith("unbound variable") or f"{{{name}:?" in text)

@@ -71,7 +71,7 @@ class Ran:
     """What the script itself said."""
     status: int
     ended: str
-    """Why it was stopped: 'time' or 'processes'; '' if it ended by itself."""
+    """Why it was stopped: 'time', 'processes' or 'memory'; '' if it ended by itself."""
     written: Mapping[str, str]
     """Files that it wrote: path -> text."""
 

@@ -166,6 +166,15 @@ def descendants(pid: int, spare: set[int] | frozenset[int] = frozenset()) -> set
     return found
 
 
+def resident_bytes(pids: set[int]) -> int:
+    """The memory that processes hold now; what they share counts for each."""
+    pages = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as f:
+            pages += int(f.read().split()[1])
+    return pages * resource.getpagesize()
+
+
 def sweep(spare: set[int], exits: dict[int, int]) -> None:
     """Kill all that runs below this process but the trees of `spare`. Exit statuses go to `exits`.
 

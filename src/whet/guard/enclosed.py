@@ -55,6 +55,7 @@ class SandboxedProgram:
     seconds: int = 15
     cpu_seconds: int = 10
     memory_mb: int = 512
+    """Of each process; where it is confined, of all together."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +66,7 @@ class Outcome:
     """Why nothing was run."""
     status: int = 0
     ended: str = ""
-    """Why it was killed: 'time' or 'processes'."""
+    """Why it was killed: 'time', 'processes' or 'memory'."""
     error: str = ""
     """The end of its standard error."""
     printed: str = ""
@@ -111,7 +112,7 @@ def run(request: SandboxedProgram) -> Outcome:
             if child in exits:
                 end = min(end, time.monotonic() + _LEFT_S) if not left else end
                 left = True
-            outcome.ended = "processes" if asked.forks > _MOST_FORKS else "time" * (time.monotonic() > end)
+            outcome.ended = _limit_met(request, asked.forks, end)
     finally:
         if listener >= 0:
             os.close(listener)  # from here on nothing can be begun
@@ -126,6 +127,16 @@ def run(request: SandboxedProgram) -> Outcome:
     )
     outcome.written = asked.texts()
     return outcome
+
+
+def _limit_met(request: SandboxedProgram, forks: int, end: float) -> str:
+    """Why it has to end now, or ''."""
+    if forks > _MOST_FORKS:
+        return "processes"
+    held = confine.resident_bytes(confine.descendants(os.getpid())) if request.confined else 0
+    if held > request.memory_mb * 2**20:
+        return "memory"
+    return "time" if time.monotonic() > end else ""
 
 
 def _available(fd: int) -> bytes:
