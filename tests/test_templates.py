@@ -174,6 +174,16 @@ def test_a_conversation_of_a_million_characters_is_rendered(tokenizer: PreTraine
     assert len(render(with_template(tokenizer, FEATURES), long)) > 10**6
 
 
+def test_each_message_may_ask_how_many_there_are(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As Qwen3's template does: the work grows with the conversation, not with its square."""
+    long = [Message("user" if n % 2 == 0 else "assistant", "word " * 100) for n in range(1000)]
+    asks = (
+        "{% for m in messages[::-1] %}{% if m.content is string and messages is iterable %}"
+        "{% set index = (messages|length - 1) - loop.index0 %}{{ index }} {% endif %}{% endfor %}"
+    )
+    assert render(with_template(tokenizer, asks), long).split() == [str(n) for n in reversed(range(1000))]
+
+
 def test_a_template_file_is_a_text_file_of_bounded_size(tmp_path: Path) -> None:
     large, odd = tmp_path / "large", tmp_path / "odd"
     large.write_bytes(b"x" * (5 * 2**20))

@@ -49,6 +49,12 @@ _PLACE, _WIDTH = re.compile("[%{]"), re.compile(r"\d+")
 _INNER = re.compile(r"\{[^{}]+\{")
 _GIVEN_WIDTH = {"%": re.compile(r"%[-+ #0-9.]*\*"), "format": _INNER, "format_map": _INNER}
 """A width that is not in the text itself, but in what is put there."""
+_QUICK = frozenset(
+    ("length", "count", "defined", "undefined", "none", "boolean", "true", "false", "integer", "float", "number",
+     "string", "mapping", "sequence", "iterable", "callable", "sameas")
+)  # fmt: skip
+"""Filters and tests that do not go through what they are given. Templates ask for the length of all messages at each of
+them."""
 _UNSAFE = frozenset(("encode", "to_bytes", "from_bytes"))
 """Methods that no template needs: bytes are not weighed, and some encodings take the square of the length."""
 
@@ -145,7 +151,7 @@ def _bounded(name: str, function: Any) -> Callable[..., Any]:
 
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
-        _admit(name, (*args[first:], *kwargs.values()))
+        _admit(name, () if name in _QUICK else (*args[first:], *kwargs.values()))
         made = function(*args, **kwargs)
         _weigh(made)
         return made
