@@ -77,10 +77,26 @@ def test_nulls_that_parquet_fills_in_are_absent() -> None:
     assert f.response == Message("assistant", "", "hm", (ToolCall("add", {"x": None}, "c1"),))
 
 
+STRANGE = {
+    '{"a": ' + "[" * 9999 + "]" * 9999 + "}": "more than 50 levels",
+    '{"a": NaN}': "NaN is not a JSON value",
+    '{"a": 1, "a": 2}': "the key 'a' is given twice",
+    '{"a": "\\ud800"}': "half of a surrogate pair",
+}
+"""Texts that Python's own reader takes, or ends with an error of its own."""
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"tool_calls": [{"function": {"name": "add", "arguments": "{1"}}]}, "expected tool_calls as"),
+        *(
+            (
+                {"tool_calls": [{"function": {"name": "add", "arguments": text}}]},
+                rf"expected tool_calls as .*{said}",
+            )
+            for text, said in STRANGE.items()
+        ),
         ({"tool_calls": [{"function": {"arguments": {}}}]}, "expected tool_calls as"),
         ({"tool_calls": "add"}, "expected tool_calls as"),
         ({"role": "user", "tool_calls": [ADD]}, "has calls or reasoning of an assistant"),
@@ -94,7 +110,7 @@ def test_a_message_that_is_none_is_refused(changed: dict[str, Any], said: str) -
         read({**ROW, "messages": messages})
 
 
-@pytest.mark.parametrize("tools", ["[", "{}", [{"function": {}}], [{"name": 3}], [3]])
+@pytest.mark.parametrize("tools", ["[", "{}", [{"function": {}}], [{"name": 3}], [3], *STRANGE])
 def test_tools_that_are_none_are_refused(tools: Any) -> None:
     with pytest.raises(DataError, match=r"column 'tools' .*expected a list of tools"):
         read({**ROW, "tools": tools})

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from whet.config.schema import SourceConfig
 from whet.data.chat import Prompt, as_prompt, as_reply
-from whet.data.parts import Row
+from whet.data.parts import Row, loads
 from whet.types import ConfigError, DataError, Json, Message, Reply, ToolSpec
 
 _ABSENT = object()
@@ -274,14 +274,16 @@ _FROM_SHAREGPT = (
     '{"messages": [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]), "content": m["value"]} '
     'for m in row["conversations"]]}; name it in the source: `function: FILE.py:NAME`, `messages: messages`.'
 )
+_CALLS = "tool_calls as [{function: {name, arguments}}]"
+_TOOLS = "a list of tools, [{type: function, function: {name, description, parameters}}]"
 _MESSAGE = ("role", "content", "tool_calls", *_THOUGHTS, "tool_call_id", "name")
 
 
 def _message(value: Json, column: str) -> Message:
     value = _without_nulls(value)
     calls = isinstance(value, dict) and value.get("tool_calls")
-    if calls and value.get("content") is None:
-        value = {**value, "content": ""}
+    if calls:
+        value = {**value, "content": value.get("content", ""), "tool_calls": _with_arguments(calls, column)}
     if isinstance(value, dict) and "role" not in value and {"from", "value"} <= value.keys():
         raise DataError(
             f"column {column!r} holds messages with `from` and `value` (ShareGPT); expected role and content. Convert "
@@ -304,8 +306,26 @@ def _message(value: Json, column: str) -> Message:
     try:
         return Message.from_json({**value, "reasoning_content": thoughts[0] if thoughts else None})
     except (ValueError, TypeError, LookupError, AttributeError) as e:
-        expected = "tool_calls as [{function: {name, arguments}}]"
-        raise DataError(f"{_wrong(column, calls, expected)} ({type(e).__name__}: {str(e)[:100]})") from e
+        raise DataError(f"{_wrong(column, calls, _CALLS)} ({type(e).__name__}: {str(e)[:100]})") from e
+
+
+def _with_arguments(calls: Json, column: str) -> Json:
+    """Calls with their arguments as values, where they are JSON text."""
+    if isinstance(calls, list):
+        return [_with_arguments(call, column) for call in calls]
+    if isinstance(calls, dict) and isinstance(calls.get("function"), dict):
+        return {**calls, "function": _with_arguments(calls["function"], column)}
+    text = calls.get("arguments") if isinstance(calls, dict) else None
+    is_text = isinstance(text, str) and text
+    return {**calls, "arguments": _of_text(text, column, _CALLS)} if is_text else calls
+
+
+def _of_text(text: str, column: str, expected: str) -> Json:
+    """The value of a JSON text inside a column, by the rules of JSON files."""
+    try:
+        return loads(text.encode(), "its JSON text")
+    except DataError as e:
+        raise DataError(f"{_wrong(column, text, expected)} ({e})") from e
 
 
 def _without_nulls(value: Json) -> Json:
@@ -320,7 +340,7 @@ def _tools(value: Json, column: str) -> tuple[ToolSpec, ...]:
     if value is None or value == "":
         return ()
     try:
-        given = json.loads(value) if isinstance(value, str) else _without_nulls(value)
+        given = _of_text(value, column, _TOOLS) if isinstance(value, str) else _without_nulls(value)
         if not isinstance(given, list):
             raise TypeError("it is not a list")
         found = tuple(ToolSpec.from_json(tool) for tool in given)
@@ -328,8 +348,7 @@ def _tools(value: Json, column: str) -> tuple[ToolSpec, ...]:
             raise TypeError("a name is not text, or parameters are not an object")
         return found
     except (ValueError, TypeError, LookupError, AttributeError) as e:
-        expected = "a list of tools, [{type: function, function: {name, description, parameters}}]"
-        raise DataError(f"{_wrong(column, value, expected)} ({e})") from e
+        raise DataError(f"{_wrong(column, value, _TOOLS)} ({e})") from e
 
 
 def _kwargs(value: Json, column: str) -> dict[str, Json]:
