@@ -107,6 +107,9 @@ ENDLESS = {
     "the same by the filter": "{{ ('%(a)s' * 9999) | format(a='x' * 9999) }}",
     "a division of long numbers": "{{ ('f' * 99999) | int(base=16) // ('f' * 49999) | int(base=16) }}",
     "a long text in a loop": "{% for i in range(999) %}{% set x %}" + "z" * 9999 + "{% endset %}{% endfor %}",
+    "a long text read as a number": (
+        "{% set s = '1' * 99999 %}{% for i in range(999) %}{{ (s | float) is string }}{% endfor %}"
+    ),
     "lists added to lists": "{{ range(9999) | list | batch(1) | sum(start=[]) }}",
 }
 
@@ -178,7 +181,8 @@ def test_each_message_may_ask_how_many_there_are(tokenizer: PreTrainedTokenizerF
     """As Qwen3's template does: the work grows with the conversation, not with its square."""
     long = [Message("user" if n % 2 == 0 else "assistant", "word " * 100) for n in range(1000)]
     asks = (
-        "{% for m in messages[::-1] %}{% if m.content is string and messages is iterable %}"
+        "{% for m in messages[::-1] %}"
+        "{% if m.content is string and messages is iterable and (messages|first).role == 'user' %}"
         "{% set index = (messages|length - 1) - loop.index0 %}{{ index }} {% endif %}{% endfor %}"
     )
     assert render(with_template(tokenizer, asks), long).split() == [str(n) for n in reversed(range(1000))]

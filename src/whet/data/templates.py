@@ -49,12 +49,13 @@ _PLACE, _WIDTH = re.compile("[%{]"), re.compile(r"\d+")
 _INNER = re.compile(r"\{[^{}]+\{")
 _GIVEN_WIDTH = {"%": re.compile(r"%[-+ #0-9.]*\*"), "format": _INNER, "format_map": _INNER}
 """A width that is not in the text itself, but in what is put there."""
-_QUICK = frozenset(
-    ("length", "count", "defined", "undefined", "none", "boolean", "true", "false", "integer", "float", "number",
-     "string", "mapping", "sequence", "iterable", "callable", "sameas")
+_QUICK_FILTERS = frozenset(("length", "count", "first", "last", "default", "d"))
+_QUICK_TESTS = frozenset(
+    ("defined", "undefined", "none", "boolean", "true", "false", "integer", "float", "number", "string", "mapping",
+     "sequence", "iterable", "callable", "sameas")
 )  # fmt: skip
-"""Filters and tests that do not go through what they are given. Templates ask for the length of all messages at each of
-them."""
+"""Those that do not go through what they are given, and make nothing new. Templates ask for the length of all messages
+at each of them."""
 _UNSAFE = frozenset(("encode", "to_bytes", "from_bytes"))
 """Methods that no template needs: bytes are not weighed, and some encodings take the square of the length."""
 
@@ -144,14 +145,17 @@ def _fills(name: str, given: list[object], weights: list[int]) -> bool:
     return len(text) + widths + len(_PLACE.findall(text)) * sum(weights[1:]) > MOST_TEXT
 
 
-def _bounded(name: str, function: Any) -> Callable[..., Any]:
-    """A filter or test that is charged for what it is given and what it gives."""
+def _bounded(name: str, function: Any, *, quick: bool) -> Callable[..., Any]:
+    """A filter or test that is charged for what it is given and what it gives, or, quick, for being called."""
 
     first = int(hasattr(function, "jinja_pass_arg"))  # before the value, where the environment is asked for
 
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
-        _admit(name, () if name in _QUICK else (*args[first:], *kwargs.values()))
+        if quick:
+            _charge(CALL)
+            return function(*args, **kwargs)
+        _admit(name, (*args[first:], *kwargs.values()))
         made = function(*args, **kwargs)
         _weigh(made)
         return made
@@ -276,9 +280,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         own = {**self.filters, "tojson": _tojson, "sum": _sum}
         del own["random"]
-        self.filters = {name: _bounded("%" if name == "format" else name, f) for name, f in own.items()}
+        self.filters = {
+            name: _bounded("%" if name == "format" else name, f, quick=name in _QUICK_FILTERS)
+            for name, f in own.items()
+        }
         self.filters |= {TURNS: _turns, WEIGHED: _weighed, CUT_OUT: _cut}
-        self.tests = {name: _bounded(name, test) for name, test in self.tests.items()}
+        self.tests = {
+            name: _bounded(name, test, quick=name in _QUICK_TESTS) for name, test in self.tests.items()
+        }
         del self.globals["lipsum"]  # random text, as the filter's
         self.globals |= {
             "raise_exception": _raise,
