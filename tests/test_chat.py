@@ -1,5 +1,7 @@
 """Messages to tokens: templates, continuations that never touch history, and the templates that would."""
 
+import re
+
 import pytest
 from tokenizers import processors
 
@@ -268,12 +270,15 @@ def test_arguments_change_nothing_else_in_the_template(template):
 
 
 def test_an_argument_that_no_template_reads_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"tokenizer.chat_template_kwargs.enable_thoughts: the chat template has no"
-    ):
-        with_arguments({"enable_thoughts": False})
-    with pytest.raises(ConfigError, match=r"'style\.mood' is not a valid name of a variable"):
-        with_arguments({"style.mood": "!"})
+    """A word of the template is not enough: `role` and `mood` are attributes there, and what a template sets itself
+    before it reads it stays what the template says."""
+    for name in ("enable_thoughts", "style.mood", "mood", "role", "user"):
+        with pytest.raises(
+            ConfigError, match=rf"tokenizer.chat_template_kwargs.{re.escape(name)}: the chat template has no"
+        ):
+            with_arguments({name: "!"})
+    with pytest.raises(ConfigError, match="fixed: the chat template has no variable of this name"):
+        with_arguments({"fixed": 1}, "{% set fixed = 2 %}{{ fixed }}{{ messages }}")
 
 
 # ---------------------------------------------------------------- the beginning of a reply

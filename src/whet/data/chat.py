@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
-from whet.data.templates import CUT, MARK, rendered
+from whet.data.templates import CUT, MARK, rendered, variables
 from whet.data.timed import decoded, encoded
 from whet.inputs import MOST_CONFIG_BYTES, read_text
 from whet.types import ConfigError, DataError, Json, Message, Reply, ToolSpec
@@ -60,7 +60,7 @@ def with_arguments(
     several = {"default": templates} if isinstance(templates, str) else templates
     out = dict(several)
     for name, value in reversed([*arguments.items()]):
-        using = [n for n, jinja in several.items() if re.search(rf"\b{re.escape(name)}\b", jinja)]
+        using = [n for n, jinja in several.items() if name in variables(jinja)]
         if not using:
             raise ConfigError(
                 f"{key}.{name}: the chat template has no variable of this name, so the key would have no effect; leave "
@@ -75,8 +75,6 @@ def _default(name: str, value: Json, key: str) -> str:
         raise ConfigError(
             f"{key}: {name} is set by the run itself, so the key would have no effect; leave it out."
         )
-    if not name.isidentifier():
-        raise ConfigError(f"{key}: {name!r} is not a valid name of a variable.")
     # Jinja writes numbers, texts, lists, maps, True and None as Python does, and drops the line end after a block
     return f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
 

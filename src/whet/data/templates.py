@@ -17,7 +17,7 @@ from functools import lru_cache, wraps
 from math import prod
 from typing import Any
 
-from jinja2 import Template, nodes, pass_environment
+from jinja2 import Template, meta, nodes, pass_environment
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_sum
@@ -378,6 +378,15 @@ def _escaped(found: re.Match[str]) -> str:
 @lru_cache(maxsize=64)
 def _compiled(template: str) -> Template:
     return _Environment().from_string(template)
+
+
+@lru_cache(maxsize=64)
+def variables(template: str) -> frozenset[str]:
+    """The names that a chat template reads and does not set before; of a malformed one all its words."""
+    try:
+        return frozenset(meta.find_undeclared_variables(_Environment().parse(template)))
+    except (TemplateError, RecursionError):  # rendering tells what is wrong with it
+        return frozenset(re.findall(r"\w+", template))
 
 
 def asks_for_date(template: str) -> bool:
