@@ -72,8 +72,8 @@ def other_arithmetic(before: Mapping[str, Json], now: Mapping[str, Json]) -> str
 
 def other_data(before: Mapping[str, Json], now: Mapping[str, Json]) -> list[str]:
     """The data files of a start that an earlier one had with other bytes."""
-    was = before.get("data_sha256") or {}
-    return [file for file, digest in now["data_sha256"].items() if was.get(file, digest) != digest]
+    was, here = (each.get("data_sha256") or {} for each in (before, now))
+    return [file for file, digest in here.items() if was.get(file, digest) != digest]
 
 
 _ENVIRONMENT = (
