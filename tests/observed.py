@@ -26,6 +26,7 @@ import whet.placement
 import whet.rollout.episode
 import whet.rollout.hf
 import whet.rollout.native.engine
+import whet.stages
 import whet.track.display
 import whet.track.monitor
 import whet.track.remote
