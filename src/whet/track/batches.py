@@ -24,8 +24,8 @@ _SAID = ("logp_old_N", "logp_ref_N")
 def to_table(
     batch: Batch, groups: Sequence[Group], logp_N: Tensor | None = None, terms: Sequence[LossTerms] = ()
 ) -> pa.Table:
-    """A row for each rollout: uid and index, [R] fields as numbers, [S] fields as lists over its segments, [N] fields
-    as lists over the tokens of all its segments, one after the other.
+    """A row for each rollout: uid and index, [R] fields as numbers, [RC] fields as lists, [S] fields as lists over its
+    segments, [N] fields as lists over the tokens of all its segments, one after the other.
 
     groups: what the batch was packed from. logp_N: by the policy before the step. terms: of the losses of the optimizer
     steps; their columns are `update_1/loss_N` and so on, for the first update epoch.
@@ -45,7 +45,7 @@ def to_table(
             continue
         values = tensor.detach().cpu()
         nowhere = _nowhere(batch, values) if field.name in _SAID else None
-        flat = pa.array(values.numpy(), mask=nowhere)
+        flat = pa.array(list(values.numpy()) if values.dim() > 1 else values.numpy(), mask=nowhere)
         within = offsets.get(field.name.rpartition("_")[2])
         columns[field.name] = flat if within is None else pa.ListArray.from_arrays(within, flat)
     found = _spread(batch, terms) | ({} if logp_N is None else {"logp_N": _masked(logp_N)})

@@ -239,7 +239,7 @@ def _column(field: str, pairs: Sequence[tuple[Name, Json, Json]], rows: Mapping[
         odd += len(found)
         if found and first is None:
             first = ValueDifference(field, a, b, name)
-            if lists:
+            if lists and field.endswith("_N"):
                 at = found[0]
                 strand, place = token_place({"strand_tokens": rows[name].get("length_S", [len(a)])}, at)
                 first = ValueDifference(field, _nth(a, at), _nth(b, at), name, strand, place)
