@@ -80,6 +80,28 @@ def test_rollouts_that_one_record_lacks_are_not_called_equal(base: Path, tmp_pat
     assert "step 3; rollouts of 1 lines are only in one record and were not compared" in said
 
 
+def test_numbers_that_only_one_run_has_hide_no_difference(base: Path, tmp_path: Path) -> None:
+    """Another version of whet measures more."""
+    newer = copied(base, tmp_path / "newer")
+    file = newer / "metrics.jsonl"
+    lines = [json.loads(line) | {"train/measured": 1.0} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found, said, code = diff(base, newer)
+    assert (found.equal, found.only, code) == (True, {str(newer): ["train/measured"]}, 0)
+    assert f"numbers that only {newer} has, which are not compared: train/measured" in said
+    edit_metric(newer, 3, "train/loss", lambda x: x + 1.0)
+    found, said, code = diff(base, newer)
+    assert found.parting is not None
+    assert (found.parting.step, [each.field for each in found.parting.metrics]) == (3, ["train/loss"])
+    # one that both have, but not in every line, is compared
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    del lines[1]["train/loss"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compared(base, newer)
+    assert found.parting is not None
+    assert (found.parting.step, found.parting.metrics[0].b) == (2, compare.ABSENT)
+
+
 # ---------------------------------------------------------------- known causes
 
 

@@ -6,7 +6,7 @@ Only what both have recorded is compared. Two numbers are equal if their bits ar
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +76,8 @@ class RunDiff:
     both."""
     longer: Mapping[str, int]
     """Lines of metrics.jsonl that only one run has, by its path."""
+    only: Mapping[str, Sequence[str]]
+    """Names of numbers that the lines of only one run have, by its path. They are not compared."""
     uncompared: int
     """Lines that both have, and whose rollouts only one has, up to the first that differs."""
     why: Sequence[str]
@@ -93,8 +95,11 @@ def compared(a: Path, b: Path) -> RunDiff:
         config = [c for c in changes(one.config, other.config) if c.key not in ELSEWHERE]
     mine, theirs = ({_key(line): line for line in run.metrics} for run in (one, other))
     parting, equal_to, uncompared = None, None, 0
-    for key in (key for key in mine if key in theirs):
-        parting = _parting(one, other, key, mine[key], theirs[key])
+    shared = [key for key in mine if key in theirs]
+    my_names, their_names = (dict.fromkeys(n for key in shared for n in lines[key]) for lines in (mine, theirs))
+    both = my_names.keys() & their_names.keys()
+    for key in shared:
+        parting = _parting(one, other, key, _those(mine[key], both), _those(theirs[key], both))
         if parting is not None:
             break
         equal_to = key[:2]
@@ -102,6 +107,7 @@ def compared(a: Path, b: Path) -> RunDiff:
     code, data = (_rows(one.manifest, other.manifest, name) for name in ("code_sha256", "data_sha256"))
     if sorted(_values(one, "data_sha256")) == sorted(_values(other, "data_sha256")):
         data = []  # the same files at other places
+    only = {str(a): [n for n in my_names if n not in both], str(b): [n for n in their_names if n not in both]}
     longer = {str(a): len(mine.keys() - theirs.keys()), str(b): len(theirs.keys() - mine.keys())}
     return RunDiff(
         a=a,
@@ -113,6 +119,7 @@ def compared(a: Path, b: Path) -> RunDiff:
         parting=parting,
         equal_to=equal_to,
         longer={path: count for path, count in longer.items() if count},
+        only={path: names for path, names in only.items() if names},
         uncompared=uncompared,
         why=[] if parting is None else _why(one, other, parting, config, code, data),
     )
@@ -120,6 +127,10 @@ def compared(a: Path, b: Path) -> RunDiff:
 
 def _key(line: Mapping[str, Json]) -> Key:
     return line["stage"], line["step"], "eval" if is_evaluation(line) else "rollouts"
+
+
+def _those(line: Mapping[str, Json], names: Collection[str]) -> dict[str, Json]:
+    return {name: value for name, value in line.items() if name in names}
 
 
 def _files(one: RunRecord, other: RunRecord, key: Key) -> list[Path]:

@@ -34,6 +34,9 @@ def view(found: RunDiff) -> RenderableType:
     for title, rows in sections:
         if rows:
             parts += [Text(title, "bold"), _rows(rows), ""]
+    for path, names in found.only.items():
+        told = f"numbers that only {path} has, which are not compared: {', '.join(names)}"
+        parts += [Text(printable(told), "dim"), ""]
     if found.parting is not None:
         parts += [*_parting(found.parting), "", Text("why", "bold")]
         parts += [Text(printable(why)) for why in found.why or [UNKNOWN]]
@@ -111,6 +114,7 @@ def as_json(found: RunDiff) -> Json:
             "equal": found.equal,
             "equal_to": list(found.equal_to) if found.equal_to else None,
             "lines_in_one_only": found.longer,
+            "numbers_in_one_only": {path: list(names) for path, names in found.only.items()},
             "rollouts_in_one_only": found.uncompared,
             "config": [{"key": c.key, "a": c.old, "b": c.new, "changes": c.kind} for c in found.config],
             **{name: [_row(row) for row in getattr(found, name)] for name in ("environment", "code", "data")},
