@@ -311,6 +311,29 @@ def test_a_tracker_that_the_defaults_alone_name_is_left_out_where_it_is_missing(
         assert "wandb is not installed" in " ".join(done.output.split())
 
 
+def test_the_offer_to_leave_out_trackers_that_are_not_installed_can_be_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It names all of them, and the keys that would be refused next."""
+    found = importlib.util.find_spec
+    gone = ("wandb", "mlflow")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else found(name))
+    given = ["track.project=mine", "track.arguments.wandb.entity=me", "track.log_samples=2"]
+    file = "examples/first_run.yaml"
+    with pytest.raises(ConfigError) as refused:
+        plans(load(file, ["track.trackers=[wandb,jsonl,mlflow]", *given]))
+    (line,) = (line for line in str(refused.value).splitlines() if "track.trackers:" in line)
+    assert line.endswith(
+        "wandb, mlflow are not installed; pip install 'whet[wandb,mlflow]', or remove them: track.trackers=[jsonl], "
+        "and what nothing else reads: track.project, track.log_samples, track.arguments.wandb"
+    )
+    plans(load(file, ["track.trackers=[jsonl]"]))
+    with pytest.raises(
+        ConfigError, match=r"remove it: track.trackers=\[tensorboard\], and what .*: track.project$"
+    ):
+        plans(load(file, ["track.trackers=[wandb,tensorboard]", "track.project=mine", "track.log_samples=2"]))
+
+
 def test_packages_are_those_of_the_machine_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file with adapters converts where peft is not installed; here it does not train."""
     found = importlib.util.find_spec

@@ -238,10 +238,14 @@ def test_a_batch_file_has_every_field_that_a_batch_can_have() -> None:
     given = [group()]
     batch = pack(given)
     sizes = {"N": (batch.tokens,), "S": (batch.segments,), "R": (batch.rollouts,), "RC": (batch.rollouts, 2)}
-    absent = {f.name: sizes.get(f.name.rpartition("_")[2]) for f in fields(batch) if getattr(batch, f.name) is None}
+    absent = {
+        f.name: sizes.get(f.name.rpartition("_")[2]) for f in fields(batch) if getattr(batch, f.name) is None
+    }
     filled = {name: torch.full(size, 0.5, dtype=torch.float64) for name, size in absent.items() if size}
     assert filled.keys() == absent.keys() - {"routed_NLE", "reprompted"}
-    two, _ = to_table(replace(batch, **filled | {"skipped_R": torch.tensor([False, True])}), given).to_pylist()
+    two, _ = to_table(
+        replace(batch, **filled | {"skipped_R": torch.tensor([False, True])}), given
+    ).to_pylist()
     lengths = {name: len(two[name]) if isinstance(two[name], list) else name[-1] for name in filled}
     assert lengths == {name: {"N": 9, "C": 2}.get(name[-1], name[-1]) for name in filled}
 

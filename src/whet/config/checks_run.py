@@ -12,7 +12,7 @@ from whet.config.engines import SERVED, TRAIN_ENGINES, unknown_engine
 from whet.config.recipes import resolve
 from whet.config.schema import Config
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
-from whet.config.trackers import TRACKERS, TrackerRow
+from whet.config.trackers import TRACKERS, TrackerRow, lists_runs, shows_rollouts
 from whet.config.tree import leaves
 from whet.config.urls import is_remote, url_problems
 from whet.tables import near, unknown
@@ -33,6 +33,12 @@ _OWNERS = {
     "config": "the config itself",
 }
 """Arguments of the trackers that whet sets itself, and their origin."""
+
+_OF_TRACKERS = {
+    **dict.fromkeys(("project", "group", "tags"), lists_runs),
+    "log_samples": shows_rollouts,
+}
+"""Keys of `track` that only some trackers read, and whether one of a config's does."""
 
 
 def problems(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -169,14 +175,28 @@ def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     if cfg.rollout.replicas and importlib.util.find_spec("ray") is None:
         yield "rollout.replicas", "needs ray, which is not installed; pip install 'whet[ray]', or set it to 0"
     yield from deepspeed.not_installed(cfg)
-    for name in cfg.track.trackers:
-        package = TRACKERS[name].package if name in TRACKERS else ""
-        if package and importlib.util.find_spec(package) is None:
-            yield (
-                "track.trackers",
-                f"{name} is not installed; pip install 'whet[{name}]', or remove it: "
-                f"track.trackers=[{','.join(one for one in cfg.track.trackers if one != name)}]",
-            )
+    yield from _trackers_not_installed(cfg)
+
+
+def _trackers_not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
+    packages = {name: TRACKERS[name].package for name in cfg.track.trackers if name in TRACKERS}
+    gone = [
+        name for name, package in packages.items() if package and importlib.util.find_spec(package) is None
+    ]
+    if not gone:
+        return
+    kept = [name for name in cfg.track.trackers if name not in gone]
+    others = cfg.model_copy(update={"track": cfg.track.model_copy(update={"trackers": tuple(kept)})})
+    given = cfg.track.model_fields_set
+    more = [f"track.{key}" for key, is_read in _OF_TRACKERS.items() if key in given and not is_read(others)]
+    more += [f"track.arguments.{name}" for name in gone if name in cfg.track.arguments]
+    one = len(gone) == 1
+    yield (
+        "track.trackers",
+        f"{', '.join(gone)} {'is' if one else 'are'} not installed; pip install 'whet[{','.join(gone)}]', or remove "
+        f"{'it' if one else 'them'}: track.trackers=[{','.join(kept)}]"
+        + (f", and what nothing else reads: {', '.join(more)}" if more else ""),
+    )
 
 
 def _trackers(cfg: Config) -> Iterator[tuple[str, str]]:

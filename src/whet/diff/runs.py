@@ -96,7 +96,9 @@ def compared(a: Path, b: Path) -> RunDiff:
     mine, theirs = ({_key(line): line for line in run.metrics} for run in (one, other))
     parting, equal_to, uncompared = None, None, 0
     shared = [key for key in mine if key in theirs]
-    my_names, their_names = (dict.fromkeys(n for key in shared for n in lines[key]) for lines in (mine, theirs))
+    my_names, their_names = (
+        dict.fromkeys(n for key in shared for n in lines[key]) for lines in (mine, theirs)
+    )
     both = my_names.keys() & their_names.keys()
     for key in shared:
         parting = _parting(one, other, key, _those(mine[key], both), _those(theirs[key], both))
