@@ -537,5 +537,7 @@ def test_a_log_that_cannot_be_written_is_no_traceback(
 def test_rewards_that_cannot_be_used(function: str, code: int, said: str, train: Run, tmp_path: Path) -> None:
     got, out = train(tmp_path / "run", f'rewards.right.function="{function}"')
     assert (got, said in out) == (code, True), out
+    if (tmp_path / "run").exists():
+        assert said in (tmp_path / "run" / "run.log").read_text(), "what a failed start leaves says why"
     if code == 1:
         assert "reward right: raised ValueError: bad luck (functions.py:" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import json
@@ -809,3 +810,22 @@ def test_what_is_written_past_python_holds_no_secret(monkeypatch: pytest.MonkeyP
         (result,) = ask(jail, writes_past_python)
     struck = "<redacted:SERVICE_TOKEN>"
     assert result.output.split() == ["one", struck, "two", struck, "three", struck, "four", struck]
+
+
+def test_a_run_that_ends_before_it_gets_a_channel_leaves_no_forkserver() -> None:
+    """Its file of stacks would stay in the run directory, too."""
+    run, control = socket.socketpair()
+    limits = nursery.WorkerLimits(workers=1, memory_mb=400, max_output_bytes=1000)
+
+    def gone(*_: Any) -> None:
+        raise BrokenPipeError
+
+    def keeper() -> None:
+        socket.send_fds = gone  # type: ignore[assignment]  # in the fork alone
+        with contextlib.suppress(BrokenPipeError):
+            nursery.keep(control, os.getppid(), loaders={}, limits=limits, prepare=lambda: None)
+        assert not confine.descendants(os.getpid())
+
+    assert os.waitpid(nursery.fork(keeper), 0)[1] == 0
+    run.close()
+    control.close()

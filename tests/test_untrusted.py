@@ -18,7 +18,7 @@ from tiny import RUN
 from whet.api import enter
 from whet.bench import set_up
 from whet.config.load import load
-from whet.config.schema import EnvironmentConfig
+from whet.config.schema import Config, EnvironmentConfig
 from whet.data.timed import decoded
 from whet.data.tokenizer_files import check_files
 from whet.envs.hosts import EnvHosts
@@ -26,6 +26,7 @@ from whet.rollout.http.keeper import EngineLog
 from whet.track.files import RunLock, lock_opened
 from whet.track.log import close_logging, setup_logging
 from whet.track.record import RunDirectory
+from whet.track.run_paths import attach
 from whet.types import ConfigError, WhetError
 from whet.view.rollouts import pieces
 
@@ -110,6 +111,11 @@ FOLDERS = (
 )
 
 
+def begin(cfg: Config, stack: ExitStack) -> None:
+    enter(cfg, stack)
+    attach(cfg)
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("whose", ["nobody's", "another run's", "this run's", "inside"])
 def test_a_run_enters_no_folder_through_a_link_that_is_not_its_own(
@@ -130,12 +136,12 @@ def test_a_run_enters_no_folder_through_a_link_that_is_not_its_own(
     cfg = load(None, values=RUN).config.model_copy(update={"run_dir": str(run / place), "mode": mode})
     with ExitStack() as stack:
         if whose in ("this run's", "inside"):
-            enter(cfg, stack)
+            begin(cfg, stack)
             return
         with pytest.raises(
             ConfigError, match=f"run/{name} is a link to .*elsewhere, which is not marked as this"
         ):
-            enter(cfg, stack)
+            begin(cfg, stack)
         if name == "bench":
             with pytest.raises(ConfigError, match="run/bench is a link to "):
                 set_up(

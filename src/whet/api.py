@@ -230,13 +230,14 @@ def _run_training(
     run_dir = Path(cfg.run_dir)
     with ExitStack() as stack:
         aside = enter(cfg, stack)
-        for given in rows:
-            given.write(home)
-        stack.enter_context(stacks.kept(home, who_is(cfg)))
         setup_logging(run_dir, level=cfg.track.log_level)
         stack.callback(close_logging)
-        rewards = reward_sets(loaded, functions, stack)  # forks: before torch and its threads are there
-        try:
+        try:  # from here on run.log says why a start has failed
+            run_paths.attach(cfg)
+            for given in rows:
+                given.write(home)
+            stack.enter_context(stacks.kept(home, who_is(cfg)))
+            rewards = reward_sets(loaded, functions, stack)  # forks: before torch and its threads are there
             import_all(cfg.imports)
             return _run(
                 loaded,
@@ -285,8 +286,8 @@ def worker_config(loaded: Loaded) -> Loaded:
 
 
 def enter(cfg: Config, stack: ExitStack) -> Path | None:
-    """Lock the run directory and attach its folders. Returns the new place of the run that checkpoint.resume=fresh has
-    moved aside, if there was one."""
+    """Lock the run directory. Returns the new place of the run that checkpoint.resume=fresh has moved aside, if there
+    was one."""
     run_paths.check_way(Path(cfg.run_dir), run_paths.trainers(cfg))
     lock = stack.enter_context(RunLock(Path(cfg.run_dir)))
     aside = None
@@ -294,7 +295,6 @@ def enter(cfg: Config, stack: ExitStack) -> Path | None:
         aside = run_paths.move_aside(cfg)
         lock.release()
         stack.enter_context(RunLock(Path(cfg.run_dir)))
-    run_paths.attach(cfg)
     return aside
 
 

@@ -156,11 +156,13 @@ def keep(
             pid = fork(partial(_nursery, theirs, life, keeper, functions, limits, str(folder)))
             theirs.close()
             os.close(life)
-            socket.send_fds(control, [b"n"], [ours.fileno()])
-            ours.close()
-            problem = _watch(control, alive, run=run, nursery=pid)
-            os.close(alive)
-            confine.sweep(set(), {})
+            try:
+                socket.send_fds(control, [b"n"], [ours.fileno()])
+                ours.close()
+                problem = _watch(control, alive, run=run, nursery=pid)
+                os.close(alive)
+            finally:  # the run may have ended before it got the channel
+                confine.sweep(set(), {})
 
 
 def _load(loaders: Mapping[str, Loader], prepare: Callable[[], None]) -> tuple[list[worker.Guarded], str]:
