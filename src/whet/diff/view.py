@@ -45,7 +45,7 @@ def view(found: RunDiff) -> RenderableType:
 
 
 def _rows(rows: Sequence[Row]) -> Table:
-    made = table("<", "<A", "<B")
+    made = table("", "A", "B", left=range(3))
     for name, a, b in rows:
         made.add_row(*(Text(shorten(_said(value))) for value in (name, a, b)))
     return made
@@ -74,7 +74,7 @@ def _parting(parting: Parting) -> list[RenderableType]:
 
 
 def _metrics(found: Sequence[ValueDifference]) -> Table:
-    made = table("<metric", "A", "B")
+    made = table("metric", "A", "B")
     for each in found[:MOST]:
         made.add_row(Text(printable(each.field)), *pair(each.a, each.b))
     if len(found) > MOST:

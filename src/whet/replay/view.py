@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from whet.replay.run import Replayed
 from whet.replay.steps import Recorded, Step
 from whet.track.compare import ComparedColumn, Name, pair, same
 from whet.track.dumps import finite_json
-from whet.track.report import printable
+from whet.track.report import columns, printable
 from whet.types import ConfigError, Json
 
 TERMS = ("ratio", "clip_frac", "masked_frac", "kl_loss_nats", "weight", "loss")
@@ -25,15 +25,10 @@ SIDES = "recorded", "recomputed"
 TITLES = {"clip_frac": "clipped", "masked_frac": "masked", "kl_loss_nats": "KL"}
 
 
-def table(*titles: str) -> Table:
-    """Titles that begin with '<' are of columns of text."""
-    made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for title in titles:
-        left, first = title.startswith("<"), not made.columns
-        # nothing is cut short: neither a name nor the last digits of a number
-        made.add_column(
-            title.removeprefix("<"), justify="left" if left else "right", no_wrap=first, overflow="fold"
-        )
+def table(*titles: str, left: Collection[int] = (0,)) -> Table:
+    """`columns` of which nothing is cut short: neither a name nor the last digits of a number."""
+    made = columns(*titles, left=left, gap=2, overflow="fold")
+    made.columns[0].no_wrap = True
     return made
 
 
@@ -42,7 +37,7 @@ def table(*titles: str) -> Table:
 
 def listing(recorded: Recorded) -> RenderableType:
     """Ranges of steps with where their replay starts, and what cannot be replayed and why."""
-    made, refused = table("<stage", "<steps", "<starts at", "steps run"), dict[str, list[Step]]()
+    made, refused = table("stage", "steps", "starts at", "steps run", left=range(3)), dict[str, list[Step]]()
     for (stage, start), alike in groupby(recorded.steps(), lambda s: (s.stage, s.start)):
         several = list(alike)
         first, last = several[0], several[-1]
@@ -60,7 +55,7 @@ def listing(recorded: Recorded) -> RenderableType:
         names = dict.fromkeys(recorded.names[s.stage] for s in steps)
         parts += ["", Text(f"not: {', '.join(names)} {_range(steps)}", "bold"), Text(printable(why))]
     if refused:
-        known = table("<version", "<checkpoint")
+        known = table("version", "checkpoint", left=range(2))
         for version, start in versions(recorded).items():
             known.add_row(str(version), start.name)
         parts += ["", Text("weights for --logprobs", "bold"), known]
@@ -95,7 +90,7 @@ def listing_json(recorded: Recorded) -> Json:
 def compared(found: Sequence[ComparedColumn]) -> RenderableType:
     """A row for each field that has a difference, and of rollouts for each; equal columns of the batch are one row.
     The first differences are lines below it, since no terminal may cut a number."""
-    made, lines = table("<compared", "values", "equal"), list[Text]()
+    made, lines = table("compared", "values", "equal"), list[Text]()
     quiet = [c for c in found if c.field.startswith("batches/") and not c.differing]
     for each in found:
         if each not in quiet:
@@ -190,7 +185,7 @@ def _first(rows: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
 
 def _values(was: Mapping[str, Json], now: Mapping[str, Json]) -> Table:
     """What is recorded of the whole rollout."""
-    made = table("<", *(f"<{side}" for side in SIDES))
+    made = table("", *SIDES, left=range(3))
     parts = {name: None for row in (was, now) for name in row.get("reward_parts", {})}
     rows = [(f, was.get(f), now.get(f)) for f in ("text", "finish_reason", "reward", "advantage", "error")]
     rows += [
@@ -213,7 +208,8 @@ def _tokens(
 
     tokenizer = tokenizer_of(run_dir) if run_dir else None
     ids, places = (now or batch)[_column(now, "token_ids")], _trained(now, batch)
-    made = table("place", "token", *(["<text"] if tokenizer else []), "recorded", "sampled again", "trainer")
+    titles = ("place", "token", *["text"] * bool(tokenizer), "recorded", "sampled again", "trainer")
+    made = table(*titles, left=(2,) if tokenizer else ())
     for at in places:
         text = [Text(repr(decoded(tokenizer, [ids[at]], skip_special_tokens=False)))] if tokenizer else []
         before, again = _sampled(was, at), _sampled(now, at)
@@ -248,7 +244,7 @@ def _losses(now: Mapping[str, Json], batch: Mapping[str, Json]) -> Iterator[Rend
         if "loss" not in terms:
             continue  # it was skipped
         number = f"{epoch.replace('_', ' epoch ')}, optimizer step {batch[f'{epoch}/optimizer_step_R']}"
-        made = table("place", *terms)
+        made = table("place", *terms, left=())
         for at in _trained(now, batch):
             made.add_row(str(at), *(_cell(_nth(values, at)) for values in terms.values()))
         yield from ("", Text(f"terms of the loss, {number}", "bold"), made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from whet.track.report import printable
+from whet.track.report import columns, printable
 from whet.types import Metrics
 
 FIRST = ("mean", "pass", "maj", "reward_mean", "best", "worst", "std")
@@ -14,20 +14,18 @@ FIRST = ("mean", "pass", "maj", "reward_mean", "best", "worst", "std")
 
 def by_source(metrics: Metrics, title: str = "") -> Table:
     """`eval/SOURCE/NAME` as a table of names and sources; the cell is blank if a source does not have the metric."""
-    columns: dict[str, Metrics] = {}
+    sources: dict[str, Metrics] = {}
     for key, value in metrics.items():
         source, name = parted(key)
         if source:
-            columns.setdefault(source, {})[name] = value
-    columns = dict(sorted(columns.items(), key=lambda column: column[0] == "all"))  # the rest as given
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column(title, no_wrap=True)
-    for source in columns:
-        table.add_column(Text(printable(source)), justify="right")
-    for name in sorted({n: None for numbers in columns.values() for n in numbers}, key=_place):
+            sources.setdefault(source, {})[name] = value
+    sources = dict(sorted(sources.items(), key=lambda item: item[0] == "all"))  # the rest as given
+    table = columns(title, *map(printable, sources), gap=2)
+    table.columns[0].no_wrap = True
+    for name in sorted({n: None for numbers in sources.values() for n in numbers}, key=_place):
         table.add_row(
             Text(printable(name)),
-            *(f"{numbers[name]:.4g}" if name in numbers else "" for numbers in columns.values()),
+            *(f"{numbers[name]:.4g}" if name in numbers else "" for numbers in sources.values()),
         )
     return table
 

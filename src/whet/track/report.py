@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -37,14 +38,22 @@ class Example:
     passed_after: bool
 
 
+def columns(*titles: str, left: Collection[int] = (0,), gap: int = 3, **how: Any) -> Table:
+    """A table without lines, to be filled; without titles it has no head. left: the columns of text, by number; numbers
+    stand at the right. gap: characters between two columns. how: as `Table.add_column` has it."""
+    made = Table(
+        box=None, pad_edge=False, header_style="dim", padding=(0, gap, 0, 0), show_header=any(titles)
+    )
+    for place, title in enumerate(titles):
+        made.add_column(Text(title), justify="left" if place in left else "right", **how)
+    return made
+
+
 def final_report(
     stages: Sequence[StageReport], *, examples: Sequence[Example], curve: Path | None
 ) -> RenderableType:
     """The result of a run: a line per stage, replies before and after, the path of the plot."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
-    table.add_column("stage")
-    for title in ("steps", "time", "tokens", "held-out start", "held-out end"):
-        table.add_column(title, justify="right")
+    table = columns("stage", "steps", "time", "tokens", "held-out start", "held-out end")
     for s in stages:
         held_out = map(share, (s.held_out_start, s.held_out_end))
         table.add_row(s.name, str(s.steps), duration(s.seconds), count(s.tokens), *held_out)
@@ -57,10 +66,9 @@ def final_report(
 
 
 def _examples(examples: Sequence[Example]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     answered = any(e.answer is not None for e in examples)
-    for title in ("prompt", *["expected"] * answered, "before", "after"):
-        table.add_column(title, overflow="fold")
+    titles = ("prompt", *["expected"] * answered, "before", "after")
+    table = columns(*titles, left=range(4), overflow="fold")
     for e in examples:
         answer = Text("-", "dim") if e.answer is None else Text(shorten(e.answer))
         table.add_row(

@@ -42,6 +42,7 @@ from whet.track.overview import (
 from whet.track.report import (
     Example,
     StageReport,
+    columns,
     count,
     duration,
     final_report,
@@ -100,7 +101,7 @@ def _head(run: RunRecord) -> Table:
         "machine": ", ".join(str(manifest.get(name, "?")) for name in ("host", "cpu")),
         "versions": ", ".join(f"{p} {v}" for p, v in packages.items() if p in named),
     }
-    table = _table("", "")
+    table = columns("", "", left=(0, 1))
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), Text(printable(value), overflow="fold"))
     return table
@@ -115,7 +116,7 @@ def _last_word(run_dir: Path) -> str:
 
 def _changes(run: RunRecord, kind: str) -> Table | None:
     """The changes when the run was resumed from a checkpoint."""
-    table = _table("stage", "after step", "key", "from", "to")
+    table = columns("stage", "after step", "key", "from", "to")
     for row in (r for r in run.changes if r["kind"] == kind):
         values = (shorten(json.dumps(row[name])) for name in ("old", "new"))
         cells = (row["stage"], str(row["step"]), printable(row["key"]), *values)
@@ -124,7 +125,7 @@ def _changes(run: RunRecord, kind: str) -> Table | None:
 
 
 def _stages(run: RunRecord) -> Table:
-    table = _table("stage", "steps", "time", "tokens", "tokens/s", "reward", "held-out")
+    table = columns("stage", "steps", "time", "tokens", "tokens/s", "reward", "held-out")
     for stage in map(partial(numbers_of, run), run.stages):
         table.add_row(
             stage.name,
@@ -139,7 +140,7 @@ def _stages(run: RunRecord) -> Table:
 
 
 def _learning(run: RunRecord) -> Table | None:
-    table = _table("", "")
+    table = columns("", "", left=(0, 1))
     for stage in run.stages:
         moved, found = learning_of(run, stage)
         words = f"no: {', '.join(s.name for s in found)}" if found else moved
@@ -185,7 +186,7 @@ def _evaluations(run: RunRecord) -> Table | None:
         return None
     found = {name for line in lines for name in line}
     names = [*({HELD_OUT} & found), *sorted(filter(_OF_SOURCE.fullmatch, found))]
-    table = _table("stage", "step", *(printable(name.removeprefix("eval/")) for name in names))
+    table = columns("stage", "step", *(printable(name.removeprefix("eval/")) for name in names))
     for line in lines:
         table.add_row(line["stage"], str(line["step"]), *(share(line.get(name)) for name in names))
     return table
@@ -201,7 +202,7 @@ def _seconds(run: RunRecord, what: str, of: Callable[[str], str]) -> Table | Non
     if not spent:
         return None
     totals = {stage: sum(by_stage[stage] for by_stage in spent.values()) for stage in run.stages}
-    table = _table(what, *run.stages)
+    table = columns(what, *run.stages)
     for each, by_stage in sorted(spent.items(), key=lambda item: -item[1].total()):
         cells = [
             f"{by_stage[s]:.1f} ({by_stage[s] / totals[s]:.0%})" if totals[s] else "-" for s in run.stages
@@ -214,7 +215,7 @@ def _failures(run: RunRecord) -> Table | None:
     failed = failures(run)
     if not failed:
         return None
-    table = _table("stage", "reason", "rollouts", "share")
+    table = columns("stage", "reason", "rollouts", "share")
     for (stage, reason), number in failed.most_common():
         of = asked(run, stage)
         part = f"{number / of:.2%}" if of else "-"
@@ -224,7 +225,7 @@ def _failures(run: RunRecord) -> Table | None:
 
 def _replayed(run: RunRecord) -> Table | None:
     name = "train/replayed_groups"
-    table = _table("stage", "in all", "a step", "most in a step")
+    table = columns("stage", "in all", "a step", "most in a step")
     for stage in run.stages:
         if numbers := [x[name] for x in run.of(stage, name)]:
             mean = sum(numbers) / len(numbers)
@@ -237,17 +238,10 @@ def _newest(run: RunRecord) -> Table | None:
     if not lines:
         return None
     last = lines[-1]
-    table = _table("number", f"{last['stage']} step {last['step']}")
+    table = columns("number", f"{last['stage']} step {last['step']}")
     for name, number in last.items():
         if name not in ("stage", "step"):
             table.add_row(Text(printable(name)), f"{number:.6g}")
-    return table
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0), show_header=any(titles))
-    for place, title in enumerate(titles):
-        table.add_column(Text(title), justify="left" if place == 0 else "right" if any(titles) else "left")
     return table
 
 
@@ -409,11 +403,9 @@ def _strands(row: dict[str, Json], tokenizer: Tokenizer | None) -> Iterator[Rend
 
 def _tokens(row: dict[str, Json], span: slice, tokenizer: Tokenizer | None) -> Table:
     """Tokens: place, id, text if the run holds a tokenizer, and what was recorded of sampled ones."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
-    for title in ("place", "token", "text", "log-prob", "sampled with", "version"):
-        table.add_column(title, justify="left" if title == "text" else "right")
-    columns = (row[name][span] for name in ("token_ids", "mask", "logprobs", "sample_logprobs", "versions"))
-    for place, (token, mask, logprob, sample_logprob, version) in enumerate(zip(*columns)):
+    table = columns("place", "token", "text", "log-prob", "sampled with", "version", left=(2,))
+    values = (row[name][span] for name in ("token_ids", "mask", "logprobs", "sample_logprobs", "versions"))
+    for place, (token, mask, logprob, sample_logprob, version) in enumerate(zip(*values)):
         text = (
             repr(decoded(tokenizer, [token], skip_special_tokens=False)) if tokenizer and token >= 0 else ""
         )

@@ -21,7 +21,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whet.track.report import printable
+from whet.track.report import columns, printable
 from whet.track.timeline import MERGE_NS, OPEN_STAGE, START_UP, Kind, Span, read
 from whet.types import DataError
 
@@ -315,7 +315,7 @@ def _drawn(stage: StageTime, *, process: str | None = None) -> list[RenderableTy
 
 
 def _table(stage: StageTime) -> Table:
-    table = _columns("", "what", "seconds", "share", "step: median", "max", "times")
+    table = columns("", "what", "seconds", "share", "step: median", "max", "times", left=(0, 1))
     for kind in ("phase", "wait", "asked", "work", "part"):
         for x in (x for x in stage.spent if x.kind == kind):
             where = kind if kind in ("phase", "wait") else printable(x.lane)
@@ -334,7 +334,8 @@ def _table(stage: StageTime) -> Table:
 
 def _crews(processes: Sequence[Process]) -> Table:
     """A line a process: how long it was busy and waited. Many of a kind are three lines."""
-    table = _columns("process", "", "busy s", "wait s", "busy", "step: least", "median", "most", "mostly")
+    titles = ("process", "", "busy s", "wait s", "busy", "step: least", "median", "most", "mostly")
+    table = columns(*titles, left=(0, 1))
     for of in dict.fromkeys(p.of for p in processes):
         some = [p for p in processes if p.of == of]
         if not of or len(some) <= MOST_LINES:
@@ -360,10 +361,3 @@ def _numbers(some: Sequence[Process]) -> list[str | Text]:
         *(f"{x:.1%}" for x in (mean(p.busy for p in some), min(shares), median(shares), max(shares))),
         Text(printable(some[0].mostly)) if len(some) == 1 else "",
     ]
-
-
-def _columns(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
-    for place, title in enumerate(titles):
-        table.add_column(title, justify="left" if place < 2 else "right")
-    return table
