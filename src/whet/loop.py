@@ -49,7 +49,7 @@ async def train_step(stage: Stage, step: int) -> Metrics:
     await weights.sleep()  # servers that share the trainer's accelerator
     batch, corrected = await learner.prepare(step, groups)  # packed; log-probs, values, advantages
     learned = await learner.learn(step, batch, groups)  # minibatches, optimizer steps
-    proved = await weights.publish(step, explorer)  # explorer.barrier; the engine gets a new version
+    proved = await weights.publish(step, explorer)  # a new version, given to the engine
     played = await explorer.trained(groups, learned.skipped, learner.version)  # frees room for the next tasks
     stage.context.monitor.step = step + 1
     learner.reset_reference(step + 1)
