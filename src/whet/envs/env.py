@@ -59,8 +59,8 @@ class EnvStep:
     parts: dict[str, float] = field(default_factory=dict)
     """Further numbers to record, by name; a rollout has their sums. `rollout.env.max_cost` limits the sum of `cost`, in
     any unit."""
-    done: bool = True
-    """The episode is over."""
+    done: bool | None = None
+    """The episode is over. It has to be told with `messages` or a `history`; without them the default is True."""
     fault: str | None = None
     """What broke in the environment: the rollout is retried, then unscored. It is never scored 0."""
     stop: StopReason | None = None
@@ -69,6 +69,10 @@ class EnvStep:
     """Replaces the whole conversation from here on, the prompt included; `messages` follow it."""
     state: Json = None
     """State that rewards may read: a JSON value. The last one of the episode counts."""
+
+    def __post_init__(self) -> None:
+        if self.done is None and not self.messages and self.history is None:
+            object.__setattr__(self, "done", True)
 
 
 class Env(Protocol):
@@ -298,6 +302,15 @@ def as_messages(value: object, what: str) -> list[Message]:
     return list(value)
 
 
+def _done(step: EnvStep) -> bool:
+    if step.done is None:
+        raise ValueError(
+            "EnvStep with messages or a history, but without done: give done=False if the policy replies to them, "
+            "done=True if the episode is over"
+        )
+    return step.done
+
+
 def _stop(step: EnvStep) -> StopReason | None:
     if step.stop is not None and (step.stop not in get_args(StopReason) or not step.done):
         raise ValueError(
@@ -343,7 +356,7 @@ def as_step(value: object) -> EnvStep:
     """A checked step with finite numbers. ValueError says what is wrong with it."""
     if not isinstance(value, EnvStep):
         raise ValueError(f"step returned {type(value).__name__}; expected EnvStep")
-    if not isinstance(value.done, bool):
+    if not isinstance(value.done, bool | None):
         raise ValueError(f"EnvStep.done: {type(value.done).__name__}; expected bool")
     if value.fault is not None and not isinstance(value.fault, str):
         raise ValueError(f"EnvStep.fault: {type(value.fault).__name__}; expected a text or None")
@@ -355,7 +368,7 @@ def as_step(value: object) -> EnvStep:
         reward=None if value.reward is None else number(value.reward, " as EnvStep.reward"),
         parts=_parts(value.parts),
         state=_state(value.state),
-        done=value.done,
+        done=_done(value),
         stop=_stop(value),
         fault=value.fault,
         history=history,
