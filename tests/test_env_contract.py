@@ -624,6 +624,20 @@ def test_a_plain_method_that_hangs_ends_its_own_episode(opened: Opened) -> None:
     assert hosts.restarts == 1
 
 
+def test_hosts_may_be_closed_while_one_of_them_ends(opened: Opened) -> None:
+    hosts = opened("Sums")
+    (place,) = hosts._hosts
+
+    async def ending() -> None:
+        place.closing.add(1)
+        work = asyncio.create_task(hosts._end(place))
+        await asyncio.sleep(0)
+        hosts.close()
+        await work
+
+    asyncio.run(ending())
+
+
 LATE = {
     "late": "env timeout: make took more than 1 s, and is still running",
     "late_async": "env timeout: make took more than 1 s",
@@ -876,6 +890,8 @@ def test_closed_hosts_leave_no_process(opened: Opened) -> None:
         (EnvStep(parts={1: 1.0}), "EnvStep.parts"),  # type: ignore[dict-item]
         (EnvStep(history=[]), "EnvStep.history: an empty list"),
         (EnvStep(messages=[Message("user", 3)]), "role or content is not a text"),  # type: ignore[arg-type]
+        (EnvStep([Message("user", "go on")], 0.5), "with messages or a history, but without done"),
+        (EnvStep(history=[Message("user", "go on")]), "with messages or a history, but without done"),
         (None, "step returned NoneType"),
     ],
 )

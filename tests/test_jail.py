@@ -148,6 +148,24 @@ def test_output_is_kept_up_to_the_limit_and_the_rest_is_counted():
     assert loud.dropped_bytes == 100 * (2**20 + 1) - 1000
 
 
+def misses(value):
+    raise KeyError(f"no {value}")
+
+
+def refuses(value):
+    raise WhetError("told in words")
+
+
+def test_the_first_traceback_of_each_place_is_printed():
+    with make(misses, refuses, max_output_bytes=4000) as jail:
+        first, again, other = ask(jail, misses, misses, refuses)
+    assert first.output.startswith("Traceback (most recent call last):\n")
+    assert 'raise KeyError(f"no {value}")\n' in first.output
+    assert first.output.endswith("KeyError: 'no 0.0'\n")
+    assert [again.failure.kind, again.output] == ["raised", ""]
+    assert [other.failure.kind, other.output] == ["raised", ""]
+
+
 def test_who_meets_a_hoarders_full_memory_is_run_again_in_a_new_process():
     with make(hostile.hoards, memory_mb=300, timeout_s=30.0) as jail:
         results = ask(jail, *[hostile.hoards] * 20)
@@ -160,7 +178,7 @@ def test_a_limit_that_is_too_small_for_the_process_itself_is_named():
 import json, numpy
 from whet.guard import confine, worker
 confine.limit(1)
-print(json.dumps(worker.run(lambda: 1.0, b"[7, {}]", memory_mb=1)))
+print(json.dumps(worker.run(lambda: 1.0, b"[7, {}]", memory_mb=1, tell=print)))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whet.guard.foreign import is_number, shown
-from whet.guard.worker import describe
+from whet.guard.foreign import describe, is_number, shown
 from whet.tables import check_settings, find
 from whet.types import Group, WhetError
 

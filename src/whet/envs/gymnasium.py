@@ -18,8 +18,7 @@ from whet.config.environments import AT
 from whet.config.sections.base import NonNegative, Positive, Section
 from whet.envs.arguments import section
 from whet.envs.env import EnvFault, EnvStep, World
-from whet.guard.foreign import number, said, words
-from whet.guard.worker import describe
+from whet.guard.foreign import describe, number, said, words
 from whet.tables import load_object
 from whet.types import ConfigError, Json, Message, Task
 

@@ -41,13 +41,13 @@ from whet.envs.env import (
 )
 from whet.envs.marks import GAP_S, TICK_S, LoopClock, Marked, Marks
 from whet.guard import confine
+from whet.guard.foreign import describe
 from whet.guard.imports import import_all
 from whet.guard.last import outlive
 from whet.guard.line import messages
 from whet.guard.printed import bytes_of
 from whet.guard.program import ProgramOutcome
 from whet.guard.traces import Traces, written
-from whet.guard.worker import describe
 from whet.tables import load_object
 from whet.types import Json, Message, Task, WhetError
 

@@ -33,8 +33,7 @@ from whet.envs.tools import (
     specs_of_class,
     tools_from_object,
 )
-from whet.guard.foreign import number, words
-from whet.guard.worker import describe
+from whet.guard.foreign import describe, number, words
 from whet.tables import load_object, near
 from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec
 

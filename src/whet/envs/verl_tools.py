@@ -31,8 +31,7 @@ from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.schemas import check_name, spec_of
 from whet.envs.tool_env import Answer
 from whet.envs.tools import Side, error_text, fit
-from whet.guard.foreign import number, words
-from whet.guard.worker import describe
+from whet.guard.foreign import describe, number, words
 from whet.tables import load_module, load_object, near
 from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec
 

@@ -7,6 +7,7 @@ group: JSON, parquet, trackers and float32 tensors accept them all.
 from __future__ import annotations
 
 import math
+import os
 
 from whet.secrets import redact
 
@@ -41,6 +42,24 @@ def said(error: BaseException) -> str:
         return words(str(error), MOST_SAID)
     except BaseException:  # noqa: BLE001  foreign __str__
         return "(its text cannot be read)"
+
+
+def raised_at(error: BaseException) -> tuple[str, int] | None:
+    """The file and the line that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace else None
+
+
+def describe(error: BaseException, *, name: bool = True) -> str:
+    """'ValueError: text (file.py:3)', bounded, whatever the exception's own methods do."""
+    text = said(error)
+    if not name:
+        return text
+    at = raised_at(error)
+    where = f" ({os.path.basename(at[0])}:{at[1]})" if at else ""
+    return f"{type(error).__name__}: {text}{where}"
 
 
 def shown(value: object, most: int) -> str:

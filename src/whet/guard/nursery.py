@@ -28,6 +28,7 @@ from functools import partial
 
 from whet.environment import one_thread
 from whet.guard import confine, frames, sandbox, stacks, worker
+from whet.guard.foreign import describe
 from whet.guard.processes import wake_with_parent
 from whet.guard.temporary import OwnFolder
 from whet.inputs import depth
@@ -178,7 +179,7 @@ def _load(loaders: Mapping[str, Loader], prepare: Callable[[], None]) -> tuple[l
         except WhetError as error:
             return [], str(error)
         except BaseException as error:  # noqa: BLE001  foreign code: importing it can do anything
-            return [], f"reward {name!r}: loading it raised {worker.describe(error)}"
+            return [], f"reward {name!r}: loading it raised {describe(error)}"
         functions.append(found if isinstance(found, worker.Guarded) else worker.Guarded(found))
     sandbox.readable()  # found once, here, for all workers
     return functions, ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from whet.guard.worker import describe
+from whet.guard.foreign import describe, raised_at
 
 MOST_FRAMES = 20
 """The innermost of an error, and of each of its causes."""
@@ -16,14 +16,13 @@ class Traces:
     """Which errors have been seen, by kind and by the line that raised them."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[str, ...]] = set()
+        self._seen: set[tuple[str, tuple[str, int] | None]] = set()
 
     def first(self, error: BaseException) -> bool:
         """Whether no error of its kind has come from its place yet."""
-        frames = traceback.extract_tb(error.__traceback__)
-        place = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames[-1:]))
-        known = place in self._seen
-        self._seen.add(place)
+        seen = (type(error).__name__, raised_at(error))
+        known = seen in self._seen
+        self._seen.add(seen)
         return not known
 
 

@@ -17,11 +17,14 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 
-from whet.guard import confine, foreign, frames, sandbox
-from whet.guard.foreign import is_number, number, said, words
+from whet.guard import confine, foreign, frames, sandbox, traces
+from whet.guard.foreign import describe, is_number, number, words
+from whet.guard.traces import Traces, written
+from whet.types import WhetError
 
 Function = Callable[..., object]
 """Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may hold other
@@ -47,7 +50,7 @@ _SPARE_FILES = 256
 """Files that calls may leave open before their process is replaced."""
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
 """Errors of a process that has used up what it may have: another one may have it still."""
-_WATCHED = (builtins, math, random, json, foreign, frames)
+_WATCHED = (builtins, math, random, json, foreign, frames, traces)
 """Modules that every call relies on; with this one."""
 _SIGNALS = (signal.SIGALRM, signal.SIGCHLD)
 """Those whose handlers code sets for a while, and may forget."""
@@ -70,7 +73,7 @@ def serve(channel: socket.socket, function: Guarded, memory_mb: int, max_output_
             call, body = frames.receive(channel)
         except EOFError:
             return
-        reply = refused or run(function.call, body, memory_mb=memory_mb)
+        reply = refused or run(function.call, body, memory_mb=memory_mb, tell=home.tell)
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
         reply["fit"] = home.restore()
@@ -90,8 +93,10 @@ def shut_in(function: Guarded) -> dict[str, object] | None:
     return None
 
 
-def run(function: Function, body: bytes, *, memory_mb: int) -> dict[str, object]:
-    """{"parts": {...}, "answers": {...}} or {"failure": [kind, detail]} of one call."""
+def run(
+    function: Function, body: bytes, *, memory_mb: int, tell: Callable[[BaseException], None]
+) -> dict[str, object]:
+    """{"parts": {...}, "answers": {...}} or {"failure": [kind, detail]} of one call. `tell` gets what it raised."""
     try:
         key, arguments = json.loads(body)
         random.seed(key)
@@ -104,6 +109,8 @@ def run(function: Function, body: bytes, *, memory_mb: int) -> dict[str, object]
         value = function(**arguments)
     except BaseException as error:  # noqa: BLE001  foreign code: every way to fail is an answer
         kind = kind_of(error)
+        if kind == "raised" and not isinstance(error, WhetError):
+            tell(error)
         limit = f" (reward_workers.memory_mb={memory_mb})" if kind == "memory" else ""
         return {"failure": [kind, f"{describe(error)}{limit}"]}
     try:
@@ -162,18 +169,6 @@ def answers(value: dict[str, object]) -> dict[str, str]:
     return out
 
 
-def describe(error: BaseException, *, name: bool = True) -> str:
-    """'ValueError: text (file.py:3)', bounded, whatever the exception's own methods do."""
-    text = said(error)
-    if not name:
-        return text
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})" if trace else ""
-    return f"{type(error).__name__}: {text}{place}"
-
-
 class Output(io.TextIOWrapper):
     """Standard output or error of a call: what nobody would keep is not written, but counted, so it costs no time."""
 
@@ -215,6 +210,13 @@ class ProcessState:
         self.handlers = {n: signal.getsignal(n) for n in _SIGNALS}
         self.modules = [(m, dict(vars(m))) for m in (*_WATCHED, sys.modules[__name__])]
         self.files = _lowest_free(self.folder)
+        self.traces = Traces()
+
+    def tell(self, error: BaseException) -> None:
+        """The traceback of an error stands where the call has printed, once for each place that errors come from."""
+        if self.traces.first(error):
+            with suppress(OSError, ValueError):  # foreign code may have closed it
+                self.outputs[1].write(written(error))
 
     def restore(self) -> bool:
         """Undo what a call changed. False: it left something that only the end of this process undoes."""

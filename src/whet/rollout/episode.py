@@ -34,8 +34,7 @@ from whet.envs.env import (
     as_step,
     as_tools,
 )
-from whet.guard.foreign import MOST_SAID, number, words
-from whet.guard.worker import describe
+from whet.guard.foreign import MOST_SAID, describe, number, words
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.growing import Growing
 from whet.rollout.limits import EpisodeLimits
