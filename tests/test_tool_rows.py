@@ -186,6 +186,15 @@ def test_what_the_template_does_not_tell_is_refused(row: Any, said: str) -> None
         said_with(row)
 
 
+def test_tools_of_a_conversation_that_the_template_does_not_tell_are_refused() -> None:
+    cfg = TokenizerConfig(build="chars")
+    tokenizer = load_tokenizer(cfg, model_path=None, texts=["ab<>-"])
+    talk = [Message("user", "a"), Message("assistant", "b"), Message("user", "a")]
+    assert encode_history(tokenizer, talk)
+    with pytest.raises(DataError, match="The row has tools, but the chat template does not render tools"):
+        encode_history(tokenizer, talk, TOOLS)
+
+
 def test_tools_of_a_plain_text_are_refused() -> None:
     cfg = TokenizerConfig(build="chars")
     tokenizer = load_tokenizer(cfg, model_path=None, texts=["ab"])
@@ -259,7 +268,7 @@ def test_a_run_learns_calls_from_rows(tmp_path: Path) -> None:
         "run_dir": str(tmp_path / "run"),
         "algorithm": {"name": "sft"},
         "tokenizer": {"build": "chars", "chat_template": template},
-        "data": {"train": [{"path": str(rows), "messages": "messages"}], "max_prompt_tokens": 24},
+        "data": {"train": [{"path": str(rows), "messages": "messages", "tools": None}], "max_prompt_tokens": 24},
         "rewards": {},
         "rollout": {"sampling": {"max_tokens": 8}},
         "train": {"steps": 1, "tasks_per_step": 2},

@@ -175,16 +175,21 @@ def encode_prompts(
                 )
             texts.append(prompt)
             continue
-        if specs and not re.search(r"\btools\b", template_of(tokenizer, tools=True) or ""):
-            raise DataError(
-                "The row has tools, but the chat template does not render tools: use one that does "
-                "(tokenizer.chat_template), or set the source's `tools` to null."
-            )
+        _check_told(tokenizer, specs)
         texts.append(lead(with_kwargs(tokenizer, own), neutral(control, prompt), tools=specs))
     ids = encode_rendered(tokenizer, texts)
     opening = [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id][:1]
     bare = [isinstance(p, str) and x[:1] != opening for p, x in zip(prompts, ids)]
     return [opening + x if without else x for x, without in zip(ids, bare)]
+
+
+def _check_told(tokenizer: Tokenizer, tools: Sequence[ToolSpec]) -> None:
+    """DataError where the policy would not read what the row's tools are."""
+    if tools and not re.search(r"\btools\b", template_of(tokenizer, tools=True) or ""):
+        raise DataError(
+            "The row has tools, but the chat template does not render tools: use one that does "
+            "(tokenizer.chat_template), or set the source's `tools` to null."
+        )
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -394,6 +399,7 @@ def encode_history(
     needs a template that only appends: DataError for one that rewrites what came before or does not end a reply
     with a special token. White space around a reply goes if the template drops it.
     """
+    _check_told(tokenizer, tools)
     control = control_tokens(tokenizer)
     safe = neutral(control, prompt, replies=False)
     replies = [i for i, m in enumerate(prompt[:-1]) if m.role == "assistant"]
