@@ -32,6 +32,9 @@ def halved(batch, log_N, *, factor: float = 1.0):
     """An importance weight that is the same for every token."""
     return log_N * 0 + factor
 
+def detached(batch, out):
+    return Loss(-batch.adv_N * out.logp_N.detach(), {})
+
 def misshapen(batch, log_N):
     return log_N.sum()
 
@@ -182,6 +185,11 @@ def test_an_importance_weight_that_does_not_fit_is_refused(
     given = weight.format(mine=tmp_path / "mine.py")
     with pytest.raises(WhetError, match=said):
         whet.train(**tree, overrides=[f"algorithm.correction.weight={given}"])
+
+
+def test_a_loss_without_a_gradient_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(WhetError, match=r"its loss_N has no gradient: compute it from outputs.logp_N"):
+        whet.train(**tree, overrides=[f"algorithm.loss={tmp_path}/mine.py:detached"])
 
 
 def test_another_name_inherits_no_setting(tree: dict[str, Any]) -> None:
