@@ -471,6 +471,18 @@ def test_a_wait_that_was_in_vain_names_its_keys_and_the_run_goes_on_with_others(
     assert ("rollout.timeout_s", 0.1, 50.0) in keys_told, "from the last start, not from the checkpoint"
 
 
+# ---------------------------------------------------------------- another folder
+
+
+def test_a_moved_run_does_not_begin_again_in_its_old_folder(stopped: Path, tmp_path: Path) -> None:
+    moved = stopped.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=f"which was moved, .*: run_dir={moved} goes on there"):
+        whet.train(moved / "config.yaml")
+    assert not stopped.exists()
+    result = whet.train(moved / "config.yaml", run_dir=str(moved))
+    assert (result.run_dir, result.finished) == (moved, True)
+
+
 # ---------------------------------------------------------------- another machine
 
 

@@ -151,6 +151,9 @@ def test_checkpoints_to_go_on_from_with_their_commands(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "rewards": {"r": {"function": "object:r"}}}))
     lines = lines_of(show.summary(run), width=600)
     assert f"grpo step 8 whet.train('{run}/config.yaml', rewards=...)" in lines
+    (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "run_dir": str(tmp_path / "before")}))
+    moved = f"grpo step 8 whet train {file} 'run_dir={run}'"
+    assert moved in lines_of(show.summary(run), width=600)
 
 
 ODD = (

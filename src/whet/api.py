@@ -39,6 +39,7 @@ from whet.secrets import guarded_output
 from whet.start import (
     RunStart,
     began,
+    check_place,
     check_record,
     find_checkpoint,
     is_finished,
@@ -217,6 +218,7 @@ def _run_training(
 ) -> int:
     planned = plans(loaded)  # refuses what cannot work, before anything is written
     loaded = resolve_run_dir(loaded)
+    check_place(loaded)
     check_memory(planned, going_on=may_go_on(loaded.config))
     loaded = brought_here(loaded)
     home = Path(loaded.config.run_dir)

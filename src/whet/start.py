@@ -19,7 +19,7 @@ from whet.config.secrets import for_people
 from whet.storage.manifests import place_of
 from whet.track import run_paths
 from whet.track.files import reading
-from whet.types import CheckpointError, DataError, Json
+from whet.types import CheckpointError, ConfigError, DataError, Json
 
 if TYPE_CHECKING:
     from whet.track.record import RunDirectory
@@ -42,6 +42,19 @@ class RunStart:
     def at(self) -> tuple[int, int] | None:
         """Stage and step."""
         return (self.state["stage"], self.state["step"]) if self.checkpoint else None
+
+
+def check_place(loaded: Loaded) -> None:
+    """ConfigError for the config.yaml of a run that is not in its run_dir any more: another run would begin there."""
+    file, run_dir = loaded.file, Path(loaded.config.run_dir)
+    if file is None or not loaded.where("run_dir").startswith(f"{file}:"):
+        return
+    folder = file.parent
+    if (folder / "manifest.json").is_file() and folder.resolve() != run_dir.resolve():
+        raise ConfigError(
+            f"{file}: run_dir={run_dir} is another folder than that of this run, which was moved, or is seen from "
+            f"elsewhere: run_dir={folder} goes on there; or give the folder of a new run"
+        )
 
 
 def find_checkpoint(loaded: Loaded, run_dir: Path, *, change: bool) -> RunStart:

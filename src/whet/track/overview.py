@@ -204,8 +204,15 @@ def checkpoints(run: RunRecord) -> list[KeptCheckpoint]:
             f"checkpoint.resume={_as_yaml(typed(folder / name))}",
             f"run_dir={_as_yaml(f'{typed(run.path)}-from-{int(step)}')}",
         ]
-        kept.append(KeptCheckpoint(place, int(step), _go_on(run, [] if name == found[0] else other)))
+        kept.append(KeptCheckpoint(place, int(step), _go_on(run, _here(run) if name == found[0] else other)))
     return kept
+
+
+def _here(run: RunRecord) -> list[str]:
+    """The override that lets a run go on whose folder was moved, or is seen from elsewhere."""
+    written = run.config.get("run_dir")
+    there = isinstance(written, str) and Path(written).resolve() != run.path.resolve()
+    return [f"run_dir={_as_yaml(typed(run.path))}"] if there else []
 
 
 def typed(path: Path) -> str:
