@@ -405,6 +405,7 @@ def test_suggestions():
     assert suggest(("nett", "over", "any"), ON) == ["net.over"]
     assert suggest(("extra", "mine", "paht"), ON) == ["extra.<name>.path"]
     assert suggest(("zzzzzz",), ON) == []
+    assert suggest(("loop", "pits"), ON) == []  # half of the letters of `path` are others
     assert "known here: prompts, mini" in told("loop: {qqqqqqq: 1}")
 
 

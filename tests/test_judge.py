@@ -415,7 +415,9 @@ def test_what_a_model_cannot_be_asked(chat_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rewards\.r\.model: max_tokens=2000: .* has 1024 positions"):
         judged([group(task(), "a")], {**reward, "model": {"path": str(chat_model), "max_tokens": 2000}})
     empty = {"r": {**reward, "model": {"path": str(tmp_path)}}}
-    with pytest.raises(ConfigError, match=rf"rewards\.r\.model\.path: {tmp_path} holds no config.json"):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    said = "holds no config.json; it has adapters alone: merge them, or name them in model.lora.path"
+    with pytest.raises(ConfigError, match=rf"rewards\.r\.model\.path: {tmp_path} {said}"):
         plans(load(None, [], {**BASE, "rewards": empty}))
     with pytest.raises(
         ConfigError, match=r"rewards\.r\.arguments: no argument 'rubrik'; did you mean 'rubric'"

@@ -223,7 +223,9 @@ def _vocab_size(tokenizer: TokenizerConfig) -> int | None:
 
 
 def exported(folder: Path) -> str:
-    """What to do first where the folder is a checkpoint that only its own system reads; '' where it is none."""
+    """What to do first where the folder has adapters alone, or a checkpoint that only its own system reads; else ''."""
+    if (folder / "adapter_config.json").is_file():
+        return "it has adapters alone: merge them, or name them in model.lora.path beside the policy's base model; "
     if not (folder / ".metadata").is_file():
         return ""
     return (

@@ -131,7 +131,9 @@ def suggest(cut: Parts, of: Dialect) -> list[str]:
             return [joined(name).removesuffix(".*") for letters, _, name in near if letters == best][:2]
     for most in (0, 1, FARTHEST):
         ends = [
-            name for name in of.by_parts if distance(cut[-1], name[-1]) <= (most if len(name[-1]) > 3 else 0)
+            name
+            for name in of.by_parts
+            if distance(cut[-1], name[-1]) <= (most if len(name[-1]) > 2 * most + 1 else 0)
         ]
         if ends:
             return [joined(name) for name in sorted(ends, key=lambda name: -_shared(cut, name))][:2]
