@@ -1,9 +1,14 @@
-"""Exact resume, whatever the config says: for each key of the schema a run in which it counts, ended after its first
-checkpoint and gone on with, leaves the files of an unbroken run, byte for byte; also where steps are sampled ahead."""
+"""Exact resume, whatever the config says: for each key of the schema, and for some together, a run in which they count,
+ended after its first checkpoint and gone on with, leaves the files of an unbroken run, byte for byte; also where steps
+are sampled ahead. And its first step has the same numbers however it is cut into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -60,12 +65,12 @@ def watcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watcher]:
     made.close()
 
 
-def config_of(watcher: Watcher, name: str, staleness: int) -> dict[str, Json]:
-    """The key's case with its other value: at least STEPS steps, a checkpoint after each. staleness: steps that are
-    sampled ahead, where the case does not say."""
-    context, value = CASES[name]
-    context = f"train.steps=2; {context}" if name in LATER else context
-    tree = tree_of(watcher, context, (place(name), value))
+def config_of(watcher: Watcher, names: Sequence[str], staleness: int) -> dict[str, Json]:
+    """The keys' cases with their other values: at least STEPS steps, a checkpoint after each. staleness: steps that are
+    sampled ahead, where no case says."""
+    later = ["train.steps=2"] if LATER & {*names} else []
+    contexts = "; ".join([*later, *(CASES[name][0] for name in names if CASES[name][0])])
+    tree = tree_of(watcher, contexts, *((place(name), CASES[name][1]) for name in names))
     train = tree.setdefault("train", {})
     if train.get("steps") is not None:
         train["steps"] = max(STEPS, train["steps"])
@@ -95,14 +100,52 @@ EACH = [(name, staleness) for name in NAMES for staleness in (0, 2)]
 def test_a_run_that_goes_on_leaves_the_files_of_an_unbroken_one(
     watcher: Watcher, case: tuple[str, int]
 ) -> None:
-    tree = config_of(watcher, *case)
+    name, staleness = case
+    tree = config_of(watcher, [name], staleness)
     whole = watcher.record(tree)
-    if case[1] and "refused" in whole:  # with this key nothing may be sampled ahead
+    if staleness and "refused" in whole:  # with this key nothing may be sampled ahead
         assert "max_staleness" in whole["refused"]
         return
     assert "refused" not in whole, whole
     assert len({file.partition("/checkpoints/")[2].partition("/")[0] for file in whole} - {""}) > 1
     assert lasting(watcher.resumed(tree, {})) == lasting(whole)
+
+
+@pytest.mark.parametrize("number", except_for(lambda number: number < 4, range(400)))
+def test_keys_together_are_resumed_or_refused(watcher: Watcher, number: int) -> None:
+    rng = Random(f"together {number}")
+    tree = config_of(watcher, rng.sample(NAMES, rng.choice((2, 2, 3, 4))), rng.choice((0, 0, 2)))
+    whole = watcher.record(tree)
+    if "refused" not in whole:  # about a third contradict one another
+        assert lasting(watcher.resumed(tree, {})) == lasting(whole)
+
+
+CUT = [name for name in NAMES if "micro" not in name]
+
+
+@pytest.mark.parametrize("number", except_for(lambda number: number % 100 == 0, range(len(CUT) + 200)))
+def test_the_first_step_has_the_same_numbers_however_it_is_cut(watcher: Watcher, number: int) -> None:
+    """Each key alone, then some together."""
+    rng = Random(f"cut {number}")
+    names = CUT[number : number + 1] or rng.sample(CUT, rng.choice((2, 2, 3)))
+    whole, cut = (first_step(watcher, names, rollouts) for rollouts in (None, 1))
+    assert (whole is None) == (cut is None)
+    for name in () if whole is None or cut is None else {*whole, *cut}:
+        a, b = whole.get(name), cut.get(name)
+        assert a == b or math.isclose(a, b, rel_tol=2e-3, abs_tol=2e-5), (names, name)
+
+
+def first_step(watcher: Watcher, names: Sequence[str], rollouts: int | None) -> dict[str, Any] | None:
+    """Its metrics, where a micro-batch has so many rollouts; None: the keys contradict one another. Later steps may
+    sample other tokens, once weights differ by rounding."""
+    tree = config_of(watcher, names, 0)
+    tree["train"]["micro_batch_rollouts"] = rollouts
+    if rollouts:
+        tree["train"].pop("micro_tokens", None)
+    if "refused" in watcher.record(tree):
+        return None
+    (file,) = (watcher.folder / str(watcher.runs)).rglob("metrics.jsonl")
+    return next(line for line in map(json.loads, file.read_text().splitlines()) if line["step"] == 1)
 
 
 def test_most_keys_are_tried() -> None:
