@@ -112,7 +112,7 @@ def test_a_reply_that_cannot_be_scored_is_counted(tmp_path: Path) -> None:
     out = judged(config(parquet(tmp_path / "r.parquet", rows), tmp_path))
     assert (out.metrics["eval/gsm8k/unscored"], out.metrics["eval/gsm8k/mean@2"]) == (1, 0.25)
     assert "RuntimeError: asked to" in out.rows[1]["error"]
-    with pytest.raises(WhetError, match=r"1 of 6 rollouts of this step are unscored"):
+    with pytest.raises(WhetError, match=r"1 of 6 rollouts of data.eval are unscored"):
         judged(config(tmp_path / "r.parquet", tmp_path, "reward_workers.max_failure_rate=0.1"))
 
 

@@ -160,7 +160,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', "line 2: not JSON"),
-        ("a.jsonl", b'{"text": "\xff"}\n', "line 1: not JSON: 'utf-8' codec"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "line 1: not UTF-8 text: 'utf-8' codec"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column text holds half of a surrogate pair"),
         ("a.jsonl", b'{"text": ' + b"[" * 9**5 + b"]" * 9**5 + b"}\n", "nest more than 50 levels deep"),
         ("a.parquet", b"PAR1, but no more", "not a readable parquet file"),

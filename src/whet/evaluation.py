@@ -41,7 +41,7 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
             part = await score(await ask(members[begin : begin + at_once], how), judge)
             done |= {group.task.uid: group for group in part}
     groups = [done[task.uid] for task in tasks]
-    check_failures(groups, rewards)
+    check_failures(groups, rewards, of="this evaluation")
     return groups
 
 

@@ -229,7 +229,7 @@ class Explorer:
         self.unchecked += groups
         if len(self.unchecked) >= self.buffer.groups_per_step:
             groups, self.unchecked = self.unchecked, []
-            check_failures(groups, self.rewards)
+            check_failures(groups, self.rewards, of="this step")
 
     # -- waits
 

@@ -106,6 +106,8 @@ def parse_json(text: bytes, where: str, error: type[WhetError], *, constants: bo
         raise error(f"{where}: not JSON: {e.msg.removesuffix(' at')} at {line}column {e.colno}") from e
     except RecursionError as e:
         raise error(f"{where}: {too_deep()}") from e
+    except UnicodeDecodeError as e:
+        raise error(f"{where}: not {e.encoding.upper()} text: {e}; save it as UTF-8") from e
     except ValueError as e:
         raise error(f"{where}: not JSON: {e}") from e
     if text.count(b"[") + text.count(b"{") > MOST_DEPTH and depth(value) > MOST_DEPTH:

@@ -95,7 +95,7 @@ def judge(cfg: Config, rewards: RewardSet) -> Judged:
     done: list[Group] = []
     for begin in range(0, len(groups), AT_ONCE):
         done += asyncio.run(score(groups[begin : begin + AT_ONCE], judging))
-    check_failures(done, rewards)
+    check_failures(done, rewards, of="data.eval")
     metrics = accuracy(done, success=cfg.eval.success)
     counted = {name: value for name, value in metrics.items() if not name.endswith("/tokens_mean")}
     return Judged(counted, [_row(r) for g in done for r in g.rollouts])

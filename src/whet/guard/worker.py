@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from whet.guard import confine, foreign, frames, sandbox, traces
-from whet.guard.foreign import describe, is_number, number, words
+from whet.guard.foreign import describe, is_number, number, raised_at, words
 from whet.guard.traces import Traces, written
-from whet.types import WhetError
 
 Function = Callable[..., object]
 """Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may hold other
@@ -52,6 +51,8 @@ _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errn
 """Errors of a process that has used up what it may have: another one may have it still."""
 _WATCHED = (builtins, math, random, json, foreign, frames, traces)
 """Modules that every call relies on; with this one."""
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""This package."""
 _SIGNALS = (signal.SIGALRM, signal.SIGCHLD)
 """Those whose handlers code sets for a while, and may forget."""
 
@@ -109,7 +110,7 @@ def run(
         value = function(**arguments)
     except BaseException as error:  # noqa: BLE001  foreign code: every way to fail is an answer
         kind = kind_of(error)
-        if kind == "raised" and not isinstance(error, WhetError):
+        if kind == "raised":
             tell(error)
         limit = f" (reward_workers.memory_mb={memory_mb})" if kind == "memory" else ""
         return {"failure": [kind, f"{describe(error)}{limit}"]}
@@ -213,8 +214,10 @@ class ProcessState:
         self.traces = Traces()
 
     def tell(self, error: BaseException) -> None:
-        """The traceback of an error stands where the call has printed, once for each place that errors come from."""
-        if self.traces.first(error):
+        """The traceback of an error stands where the call has printed, once for each place that errors come from. What
+        built-in functions raise is told by its text."""
+        at = raised_at(error)
+        if not (at and at[0].startswith(_OWN)) and self.traces.first(error):
             with suppress(OSError, ValueError):  # foreign code may have closed it
                 self.outputs[1].write(written(error))
 

@@ -388,13 +388,14 @@ def _scored(rollout: Rollout, results: dict[str, CallResult], rewards: RewardSet
     return replace(rollout.scored(total, {**rollout.reward_parts, **parts}), answer=answer)
 
 
-def check_failures(groups: Sequence[Group], rewards: RewardSet) -> None:
-    """WhetError if more than `reward_workers.max_failure_rate` of the rollouts are unscored; names the main cause."""
+def check_failures(groups: Sequence[Group], rewards: RewardSet, *, of: str) -> None:
+    """WhetError if more than `reward_workers.max_failure_rate` of the rollouts are unscored; names the main cause. of: what
+    has sampled them."""
     errors = [r.error for g in groups for r in g.rollouts if r.error]
     total = sum(len(g.rollouts) for g in groups)
     if errors and len(errors) > rewards.max_failure_rate * total:
         cause, times = Counter(errors).most_common(1)[0]
         raise WhetError(
-            f"{len(errors)} of {total} rollouts of this step are unscored, more than "
+            f"{len(errors)} of {total} rollouts of {of} are unscored, more than "
             f"reward_workers.max_failure_rate {rewards.max_failure_rate:g} allows. Main cause ({times} times): {cause}"
         )
