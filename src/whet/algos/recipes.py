@@ -305,7 +305,9 @@ def _own_loss(function: Callable[..., object], name: str, batch: Batch, out: Out
                     "algorithm.loss_agg_mode."
                 )
             if need(out.logp_N, "outputs.logp_N").requires_grad and not loss_N.requires_grad:
-                raise WhetError(f"{wants}; its loss_N has no gradient: compute it from outputs.logp_N, not detached.")
+                raise WhetError(
+                    f"{wants}; its loss_N has no gradient: compute it from outputs.logp_N, not detached."
+                )
             for key, x in stats.items():
                 if not (isinstance(x, Tensor) and x.dim() == 1):
                     got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
