@@ -268,7 +268,10 @@ def test_a_run_learns_calls_from_rows(tmp_path: Path) -> None:
         "run_dir": str(tmp_path / "run"),
         "algorithm": {"name": "sft"},
         "tokenizer": {"build": "chars", "chat_template": template},
-        "data": {"train": [{"path": str(rows), "messages": "messages", "tools": None}], "max_prompt_tokens": 24},
+        "data": {
+            "train": [{"path": str(rows), "messages": "messages", "tools": None}],
+            "max_prompt_tokens": 24,
+        },
         "rewards": {},
         "rollout": {"sampling": {"max_tokens": 8}},
         "train": {"steps": 1, "tasks_per_step": 2},

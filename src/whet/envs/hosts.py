@@ -551,7 +551,7 @@ class EnvHosts:
         until = time.monotonic() + host.CLOSE_S
         while place.closing and place.dead is None and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        if place.dead is None and place in self._hosts:  # else the run has ended meanwhile, and all hosts with it
+        if place.dead is None and place in self._hosts:  # else the run has ended, and all hosts with it
             place.dead = "its host was ended"
             self._hosts.remove(place)
             place.end()

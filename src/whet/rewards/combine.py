@@ -389,8 +389,9 @@ def _scored(rollout: Rollout, results: dict[str, CallResult], rewards: RewardSet
 
 
 def check_failures(groups: Sequence[Group], rewards: RewardSet, *, of: str) -> None:
-    """WhetError if more than `reward_workers.max_failure_rate` of the rollouts are unscored; names the main cause. of: what has
-    sampled them."""
+    """WhetError if more than `reward_workers.max_failure_rate` of the rollouts are unscored; names the main cause.
+
+    of: what has sampled them."""
     errors = [r.error for g in groups for r in g.rollouts if r.error]
     total = sum(len(g.rollouts) for g in groups)
     if errors and len(errors) > rewards.max_failure_rate * total:
