@@ -274,6 +274,47 @@ async def returns_after_a_chat_that_it_gave_up(env):
         pass
     return EnvStep(done=True)
 
+async def tells_too_much(env):
+    return EnvStep([Message("user", "") for _ in range(1_000_000)], done=True)
+
+async def tells_of_faces(env):
+    """As many characters as an environment may say, of those that take most bytes."""
+    faces = [Message("user", "\U0001f600" * 1_000_000)]
+    return EnvStep(faces, state="\U0001f600" * 80_000, history=faces, done=True)
+
+async def scores_faces(env):
+    try:
+        await env.world.score("\U0001f600" * 1_000_000, prompt="\U0001f600" * 1_000_000)
+    except RuntimeError as error:
+        assert "belongs to no run" in str(error), error
+    return EnvStep(done=True)
+
+async def asks_what_cannot_be_asked(env):
+    try:
+        await env.world.chat([Message("user", "1")], stop={"a set"})
+    except RuntimeError as error:
+        assert str(error).startswith("world.chat: it cannot be asked: Object of type set is not JSON"), error
+    return EnvStep(done=True)
+
+async def asks_what_cannot_be_asked_and_hangs(env):
+    await asks_what_cannot_be_asked(env)
+    await asyncio.sleep(1000)
+
+async def forks(env):
+    """Both processes go on from here."""
+    os.fork()
+    await asyncio.sleep(0)
+    return EnvStep(done=True)
+
+async def forks_a_worker(env):
+    """Which prints, and has nothing to do with the line of its host."""
+    import multiprocessing
+
+    worker = multiprocessing.get_context("fork").Process(target=print, args=("from the worker",))
+    worker.start()
+    worker.join()
+    return EnvStep(done=worker.exitcode == 0)
+
 HOW = {name: value for name, value in list(globals().items()) if asyncio.iscoroutinefunction(value)}
 
 
@@ -544,6 +585,8 @@ FAULTS = {
     "faults": "env fault: the site is down",
     "leaves_a_process": "env crashed: its host ended: exit status 5",
     "asks_and_hangs": "env timeout: step took more than 2 s",
+    "asks_what_cannot_be_asked_and_hangs": "env timeout: step took more than 2 s",
+    "tells_too_much": "env bad value: 35",
 }
 
 
@@ -793,6 +836,19 @@ def test_a_call_of_the_policy_that_an_environment_gives_up_ends_no_host(
     found = play(hosts.make, engine=ScriptedEngine(say, end_token_ids=[END]))
     assert found.pop(11).error == error
     assert [r.error for r in found.values()] == [None] * 3
+    assert hosts.restarts == 0
+
+
+@pytest.mark.parametrize(
+    "how", ["tells_of_faces", "scores_faces", "asks_what_cannot_be_asked", "forks", "forks_a_worker"]
+)
+def test_what_an_environment_may_do_ends_no_host_and_changes_no_other_episode(
+    opened: Opened, clean: dict[int, Rollout], how: str
+) -> None:
+    hosts = opened("Hostile", timeout_s=20.0, how=how)
+    found = play(hosts.make)
+    assert found.pop(11).error is None
+    assert found == {uid: rollout for uid, rollout in clean.items() if uid != 11}
     assert hosts.restarts == 0
 
 

@@ -48,6 +48,7 @@ from whet.guard.line import messages
 from whet.guard.printed import bytes_of
 from whet.guard.program import ProgramOutcome
 from whet.guard.traces import Traces, written
+from whet.secrets import redact
 from whet.tables import load_object
 from whet.types import Json, Message, Task, WhetError
 
@@ -59,8 +60,12 @@ MOST_PRINTED = 65536
 """Characters that the environments of a host may print in a period."""
 LINE = 2000
 """Characters of one line of them in the log."""
+MOST_BYTES = 32 * 2**20
+"""Longest message of a host: two texts of `env.MOST_TEXT` characters, escaped (12 bytes each at most)."""
 
 Say = Callable[..., None]
+"""Sends a message. Raises one of UNSAYABLE for what is not JSON, or has more than MOST_BYTES."""
+UNSAYABLE = (TypeError, ValueError, RecursionError)
 
 
 class CallFailed(Exception):
@@ -163,7 +168,10 @@ class HostWorld(World):
             if not self.waiting:
                 self._since = self.host.clock.peek()
             self.waiting[call] = RunCall(name, future)
-        self.host.say(name, self.number, call, *what)
+        try:
+            self.host.say(name, self.number, call, *what)
+        except UNSAYABLE as error:
+            self.answered(call, None, f"it cannot be asked: {error}")
         try:
             asyncio.get_running_loop()
         except RuntimeError:  # a plain method, in its thread
@@ -241,6 +249,8 @@ class EnvHost:
             self.say("stuck", playing.number, str(error))
         except CallFailed as error:
             self.say("failed", playing.number, str(error))
+        except UNSAYABLE as error:
+            self.say("failed", playing.number, f"bad value: {error}")
 
     async def _first(self, playing: Playing, packed: Json) -> Json:
         make = bound(self.make, Task.from_json(packed), playing.world, self.arguments)
@@ -431,9 +441,10 @@ class PrintedLines(io.TextIOBase):
         with self._lock:
             if (now := self.clock()) - self.since >= PERIOD_S:
                 self.since, self.left = now, MOST_PRINTED
-            kept = text[: self.left]
+            whole = redact(text)  # a cut may be in the middle of a secret
+            kept = whole[: self.left]
             self.left -= len(kept)
-            self.cut += bytes_of(text[len(kept) :])
+            self.cut += bytes_of(whole[len(kept) :])
             *lines, rest = (self.line + kept).split("\n")
             self.line = rest[:LINE]
             self.cut += bytes_of(rest[LINE:])
@@ -459,6 +470,8 @@ def serve(connection: Connection) -> None:
 
     def say(kind: str, *what: Json) -> None:
         data = json.dumps([kind, *what]).encode()
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"{len(data)} bytes as JSON; at most {MOST_BYTES} are allowed")
         with lock, suppress(OSError):  # nobody listens: who reads the connection hears it
             connection.send_bytes(data)
 
@@ -467,6 +480,7 @@ def serve(connection: Connection) -> None:
     except (EOFError, OSError):
         return
     sys.stdout = sys.stderr = output = PrintedLines(say)
+    os.register_at_fork(after_in_child=lambda: leave(connection))
     outlive()  # before any code of the user's, which may start programs
     try:
         import_all(asked["imports"])
@@ -488,6 +502,13 @@ def serve(connection: Connection) -> None:
         code = 0
     output.end()
     os._exit(code)  # threads that hang would hold it
+
+
+def leave(connection: Connection) -> None:
+    """In a process that code of an episode has forked: the line is the host's alone, and so is what it says there."""
+    connection.close()
+    printed = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdout = sys.stderr = printed
 
 
 async def _play(host: EnvHost, connection: Connection) -> None:

@@ -69,8 +69,6 @@ LOOK_S = 0.5
 """Between two looks at whether hosts live."""
 MOST_DEATHS = 10
 """Of hosts in a row, without an answer of any, before the run ends."""
-MOST_BYTES = 16 * 2**20
-"""Longest message of a host: texts of `env.MOST_TEXT` characters, escaped."""
 MOST_UNREAD = 256 * 2**20
 """Bytes of messages that a host may leave unread: it may ask on and on, and never read what it is told."""
 MOST_UNHEARD = 64
@@ -366,7 +364,7 @@ class EnvHosts:
                 raise ConfigError(
                     f"rollout.env.make={self.cfg.make}: its host took more than {LOAD_S:g} s to start"
                 )
-            kind, *what = json.loads(connection.recv_bytes(MOST_BYTES))
+            kind, *what = json.loads(connection.recv_bytes(host.MOST_BYTES))
             if kind == "refused":
                 raise ConfigError(words(str(what[0]), MOST_ERROR))
             self._said(kind, what)
@@ -451,7 +449,7 @@ class EnvHosts:
         why = ""
         try:
             while True:
-                data = place.line.connection.recv_bytes(MOST_BYTES)
+                data = place.line.connection.recv_bytes(host.MOST_BYTES)
                 place.heard = time.monotonic()
                 message = json.loads(data)
                 place.room.acquire(timeout=1.0)  # what a loop that has ended did not hear gives none back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import threading
 import time
@@ -33,6 +34,7 @@ class Marks:
         self._given: set[int] = set()
         """Slots of episodes that are over, whose code goes on."""
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self.on_loop: int | None = None
         """The episode whose async code has the event loop."""
 
@@ -64,7 +66,10 @@ class Marks:
             _NUMBER.pack_into(self._table, slot * _NUMBER.size, number)
 
     def leave(self, slot: int) -> None:
-        """Code of the episode has ended, or waits."""
+        """Code of the episode has ended, or waits. A copy of the process, which that code has forked, ends here: it
+        would go on with all episodes of the host."""
+        if os.getpid() != self._process:
+            os._exit(0)
         with self._lock:
             self._runs[slot] -= 1
             self._settle(slot)
