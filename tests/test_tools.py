@@ -327,6 +327,13 @@ def test_a_schema_from_elsewhere_is_read_as_far_as_it_is_known() -> None:
     ]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_beyond_all_floats_is_beyond_a_bound_that_is_one(sign: int) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "number", "minimum": 0.5, "maximum": 1.5}}}
+    (said,) = wrong_arguments(schema, {"n": sign * 10**1000})
+    assert said.endswith("expected at most 1.5" if sign > 0 else "expected at least 0.5")
+
+
 def test_keywords_of_another_form_than_that_of_a_schema_allow_everything() -> None:
     """As a server may tell them."""
     properties = {

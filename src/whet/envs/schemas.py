@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -239,9 +240,10 @@ def _wrong_size(schema: dict[str, Json], value: Json, where: str) -> Iterator[st
         return
     lowest, highest, what = _BOUNDS[type(value)]
     size = len(value) if isinstance(value, str | list) else value
-    for key, word, sign in ((lowest, "at least", -1), (highest, "at most", 1)):
+    # compared, for a difference of an int and a float may overflow
+    for key, word, beyond in ((lowest, "at least", operator.lt), (highest, "at most", operator.gt)):
         bound = schema.get(key)
-        if isinstance(bound, int | float) and sign * (size - bound) > 0:
+        if isinstance(bound, int | float) and beyond(size, bound):
             yield f"{where or 'the value'} is {_shown(value)}; expected {word} {bound:g}{what}"
 
 
