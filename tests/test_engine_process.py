@@ -26,7 +26,7 @@ from whet import engines, environment, secrets
 from whet.guard.processes import state
 from whet.rollout.http import installed
 from whet.rollout.http.calls import Calls
-from whet.rollout.http.keeper import EngineLog
+from whet.rollout.http.keeper import LINE_BYTES, LONGEST, EngineLog
 from whet.rollout.http.process import ServerProcess
 from whet.types import ConfigError, WhetError
 
@@ -159,12 +159,29 @@ def test_a_log_is_bounded_and_has_no_secrets(tmp_path: Path, monkeypatch: pytest
         log.copy(file)
     texts = [path.read_text() for path in (tmp_path / "engine.log", tmp_path / "engine.log.1")]
     assert texts[0].endswith("last\n")
-    assert sum(map(len, texts)) < 2 * 2000 + 2 * 4000
+    assert sum(map(len, texts)) < 2 * 2000 + 2 * LONGEST
     whole = EngineLog(tmp_path / "whole.log")
     with source.open("rb") as file:
         whole.copy(file)
     assert "swordfish" not in (tmp_path / "whole.log").read_text()
     assert "the token is" in (tmp_path / "whole.log").read_text()
+
+
+def test_a_long_line_is_cut_and_never_in_the_middle_of_a_secret(tmp_path: Path) -> None:
+    secrets.learn("TEST_TOKEN", "swordfish-42-swordfish")
+    source = tmp_path / "printed"
+    lines = [
+        b"x" * (size - 11) + b"swordfish-42-swordfish" + b"y" * 20_000 + b"\nnext\n"
+        for size in (4000, LONGEST, LINE_BYTES)
+    ]
+    source.write_bytes(b"".join(lines))
+    log = EngineLog(tmp_path / "engine.log")
+    with source.open("rb") as file:
+        log.copy(file)
+    said = (tmp_path / "engine.log").read_text()
+    assert "swordfish" not in said
+    assert "-42" not in said
+    assert [len(line) for line in said.splitlines()] == [LONGEST, 4] * 3
 
 
 def test_a_server_is_read_on_while_its_log_cannot_be_written(tmp_path: Path) -> None:

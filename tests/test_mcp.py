@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from whet import secrets
 from whet.config.schema import EnvironmentConfig
 from whet.envs import mcp as mcp_module
 from whet.envs.arguments import section
@@ -96,6 +97,7 @@ for line in sys.stdin:
         elif name == "env":
             answer(number, result=text(",".join(sorted(os.environ)) + " " + os.environ.get("GIVEN", "")))
         elif name == "die":
+            print("swordfish-42-swordfish" + "x" * 225, file=sys.stderr, flush=True)
             print("out of memory", file=sys.stderr, flush=True)
             os._exit(9)
         elif name == "error":
@@ -249,13 +251,15 @@ def test_what_a_tool_answers_is_told(by_hand: Callable[..., McpServer]) -> None:
 @pytest.mark.parametrize(
     ("tool", "said"),
     [
-        ("die", "broke in die: it ended with exit status 9; its last output: out of memory"),
+        ("die", "broke in die: it ended with exit status 9; its last output: [^-]*out of memory"),
         ("huge", "broke in huge: a message of it is longer than 16777216 bytes"),
     ],
 )
 def test_a_server_that_dies_is_a_fault_and_is_started_again(
     by_hand: Callable[..., McpServer], starts: Callable[[], list[int]], tool: str, said: str
 ) -> None:
+    secrets.learn("TEST_TOKEN", "swordfish-42-swordfish")
+
     async def play(env: ToolEnv) -> str:
         with pytest.raises(EnvFault, match=said):
             await calls(env, ("echo", {}), (tool, {}))

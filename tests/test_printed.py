@@ -7,10 +7,12 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from whet import secrets
 from whet.envs import host
 from whet.guard import printed
 from whet.guard.jail import Jail, RewardCall
@@ -37,6 +39,18 @@ def log(tmp_path: Path) -> Iterator[tuple[Path, list[str]]]:
 def said(path: Path) -> list[str]:
     """The messages of run.log, without time, level and logger."""
     return [line.split(": ", 1)[1] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("at", [0, printed.LINE - 11, host.LINE - 31])
+def test_a_line_is_never_cut_in_the_middle_of_a_secret(at: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    secrets.learn("TEST_TOKEN", "swordfish-42-swordfish")
+    out = Printed()
+    lines = host.PrintedLines(lambda _, line, cut: out.take("r", line, dropped_bytes=cut))
+    for where in (lines.write, partial(out.take, "s")):
+        where("x" * at + "swordfish-42-swordfish" + "y" * 5000 + "\n")
+    assert "xx" in caplog.text or at == 0
+    assert "sword" not in caplog.text
 
 
 def test_lines_reach_the_log_and_the_first_ones_the_console(log: tuple[Path, list[str]]) -> None:

@@ -22,8 +22,9 @@ from whet.config.sections.base import Above0, Section
 from whet.envs.env import EnvFault
 from whet.envs.schemas import check_schema
 from whet.envs.tools import Tool, ToolError
-from whet.guard.foreign import said, words
+from whet.guard.foreign import plain, said
 from whet.guard.last import MARK
+from whet.secrets import redact
 from whet.types import ConfigError, Json, ToolSpec
 
 INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
@@ -32,6 +33,8 @@ MOST_LINE = 16 * 2**20
 """Bytes of one message of a server."""
 MOST_STDERR = 250
 """Characters of a server's standard error that an error repeats: the last ones."""
+KEPT_STDERR = 8 * MOST_STDERR
+"""That are remembered: a cut may be in the middle of a secret, of which the rest would be told."""
 MOST_PAGES = 100
 """Of its list of tools."""
 CHECK_S = 10.0
@@ -270,9 +273,8 @@ class Stdio:
         if self.process is None or not self.ended.is_set():
             return self.why
         code = self.process.returncode
-        said = (
-            f"; its last output: {words(self._stderr.strip(), MOST_STDERR)}" if self._stderr.strip() else ""
-        )
+        last = plain(redact(self._stderr.strip()))[-MOST_STDERR:]
+        said = f"; its last output: {last}" if last else ""
         return (self.why or f"it ended{'' if code is None else f' with exit status {code}'}") + said
 
     async def __aenter__(self) -> Any:
@@ -361,4 +363,4 @@ class Stdio:
         assert self.process is not None
         assert self.process.stderr is not None
         while block := await self.process.stderr.read(65536):
-            self._stderr = (self._stderr + block.decode(errors="replace"))[-MOST_STDERR:]
+            self._stderr = (self._stderr + block.decode(errors="replace"))[-KEPT_STDERR:]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from whet.guard.foreign import words
+from whet.secrets import redact
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Printed:
         """Log what a source has printed, as far as it has room. dropped_bytes: that it printed beside the text."""
         if not text and not dropped_bytes:
             return
+        text = redact(text)  # a line may be cut in the middle of a secret
         with self._lock:
             now = self.clock()
             source = self._sources.setdefault(name, _Source(now))
@@ -137,7 +139,6 @@ class PrintingPipe:
             if not there.poll(0 if ended else 100):
                 continue
             data = os.read(self._read, BLOCK)
-            kept = data[:MOST_BYTES]
-            self.printed.take(self.name, kept.decode(errors="replace"), dropped_bytes=len(data) - len(kept))
+            self.printed.take(self.name, data.decode(errors="replace"))
             if len(data) == BLOCK:
                 time.sleep(FLOOD_S)

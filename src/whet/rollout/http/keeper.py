@@ -26,7 +26,9 @@ from whet.track.files import not_linked
 
 LOG_BYTES = 8 << 20
 """Of the log, and of the one before it (engine.log.1)."""
-LINE_BYTES = 4000
+LINE_BYTES = 16384
+LONGEST = 8192
+"""Characters of a longer line that the log has: what is cut off may end in the middle of a secret, so more is read."""
 LOOK_S = 0.1
 
 
@@ -107,6 +109,10 @@ class EngineLog:
         reads what the server prints, and it would wait for that."""
         while line := source.readline(LINE_BYTES):
             text = secrets.redact(line.decode(errors="replace").rstrip("\n"))
+            if not line.endswith(b"\n"):
+                text = text[:LONGEST]
+                while (more := source.readline(LINE_BYTES)) and not more.endswith(b"\n"):
+                    pass
             with suppress(OSError):
                 self._write(text.encode() + b"\n")
 

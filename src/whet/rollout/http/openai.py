@@ -296,7 +296,7 @@ def _choice(said: Any) -> dict[str, Any]:
     try:
         (choice,) = said["choices"]
     except (KeyError, TypeError, ValueError) as error:
-        raise WhetError(f"an answer has no choice, or several: {str(said)[:200]}") from error
+        raise WhetError(f"an answer has no choice, or several: {words(str(said), MOST_TOLD)}") from error
     assert isinstance(choice, dict)
     return choice
 
