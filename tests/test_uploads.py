@@ -484,6 +484,28 @@ def test_only_copies_that_the_run_made_itself_are_ever_removed(
     assert "0-main-000004" in stores.children(there[1]), "what is forgotten stays"
 
 
+def test_a_checkpoint_of_another_run_is_not_replaced(
+    tmp_path: Path, there: tuple[Path, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "PAUSES_S", ())
+    other = Uploads([there[1]], record=tmp_path / "other.json")
+    theirs = made(tmp_path / "other", 1)
+    other.checkpoint(theirs)
+    assert other.finish() == []
+    copies = Uploads([there[1]], record=tmp_path / "uploads.json")
+    copies.checkpoint(made(tmp_path / "c", 1, 0.5))
+    copies.checkpoint(made(tmp_path / "c", 2, 0.5))
+    assert copies.finish() == [f"0-main-000001 to {there[1]}"]
+    assert "0-main-000001 is there already, from another run, and is not replaced" in caplog.text
+    assert stores.said(there[1], "0-main-000001") == manifest(theirs)
+    assert stores.children(there[1]) == ["0-main-000001", "0-main-000002"]
+    shutil.rmtree(tmp_path / "c")
+    again = Uploads([there[1]], record=tmp_path / "uploads.json")
+    again.checkpoint(mine := made(tmp_path / "c", 2, 0.25))
+    assert again.finish() == [], "what the run itself copied is replaced"
+    assert stores.said(there[1], "0-main-000002") == manifest(mine)
+
+
 # ---------------------------------------------------------------- killed
 
 

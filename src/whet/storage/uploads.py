@@ -4,8 +4,8 @@ A run waits for copies only at its end. A failed copy is retried: a few times at
 the next start of the run, which checks what each place already holds. A copy's manifest is written last, so a partial
 copy is never taken for a complete one.
 
-whet removes there only folders that this run copied itself, by name, when a later checkpoint has been copied and `keep`
-excludes them. `record` (RUN/uploads.json) lists what was copied where, by name and SHA-256 of its manifest.
+whet replaces there only checkpoints that this run copied itself. It removes only folders that this run copied, by name,
+when a later checkpoint has been copied and `keep` excludes them. `record` (RUN/uploads.json) lists what was copied where, by name and SHA-256 of its manifest.
 """
 
 from __future__ import annotations
@@ -209,8 +209,13 @@ class Uploads:
 
     def _send(self, copy: Copy) -> None:
         store, found = store_of(copy.url), _identity(copy.folder)
-        own = _manifest_of(copy.folder)
-        if store.said(copy.url, copy.name) != own:
+        own, there = _manifest_of(copy.folder), store.said(copy.url, copy.name)
+        if there != own:
+            if there is not None and not copy.export and not self.copied.is_own(copy.url, copy.name, there):
+                raise WhetError(
+                    f"{copy.name} is there already, from another run, and is not replaced; give each run a URL of its "
+                    "own (checkpoint.upload_to), or remove it there"
+                )
             start = time.monotonic()
             store.send(copy.folder, copy.url, copy.name, own)
             if not copy.folder.is_dir() or _identity(copy.folder) != found:

@@ -57,7 +57,8 @@ class CheckpointConfig(Section):
     upload_to: tuple[str, ...] = ()
     """URLs to which checkpoints are copied in the background, each as a separate folder: s3://BUCKET/PATH, gs://,
     hdfs://, hf://ORG/NAME, or file:///PATH of a mounted drive. A run waits for the copies only at its end; a failed
-    copy is logged and retried with the next one. Each run needs its own URL."""
+    copy is logged and retried with the next one. Each run needs its own URL: what another run has copied there is not
+    replaced."""
     upload_exports_to: tuple[str, ...] = ()
     """URLs to which exports are copied. On the hub (hf://ORG/NAME) each export is a commit at the root of the
     repository, so that `from_pretrained` reads the newest one."""
