@@ -5,7 +5,8 @@ the next start of the run, which checks what each place already holds. A copy's 
 copy is never taken for a complete one.
 
 whet replaces there only checkpoints that this run copied itself. It removes only folders that this run copied, by name,
-when a later checkpoint has been copied and `keep` excludes them. `record` (RUN/uploads.json) lists what was copied where, by name and SHA-256 of its manifest.
+when a later checkpoint has been copied and `keep` excludes them. `record` (RUN/uploads.json) lists what was copied
+where, by name and SHA-256 of its manifest.
 """
 
 from __future__ import annotations
