@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Coroutine, Sequence
 from dataclasses import fields, replace
@@ -109,6 +110,44 @@ def test_a_reply_becomes_a_flat_rollout() -> None:
         text="7 8",
         turns=(Turn(2, 5, "stop"),),
     )
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ({"logprobs": [-0.5, -0.25]}, "its tokens and log-probs differ in number"),
+        ({"logprobs": [-0.5, -0.25, -1.0, 0.0]}, "its tokens and log-probs differ in number"),
+        ({"sample_logprobs": [-0.5]}, "its tokens and log-probs differ in number"),
+        ({"logprobs": [-0.5, math.inf, -1.0]}, "a log-prob that is not finite"),
+        ({"spans": ()}, "its versions are of the tokens [], it sampled 3"),
+        (
+            {"spans": (VersionSpan(4, 0, 5), VersionSpan(4, 5, 1), VersionSpan(4, 1, 3))},
+            "its versions are of",
+        ),
+        ({"spans": (VersionSpan(4, 0, 3.0),)}, "its versions are of the tokens [(0, 3.0)], it sampled 3"),
+        ({"token_ids": [7, 8, 100]}, "it sampled the token 100; the vocabulary is 0 to 99"),
+        ({"token_ids": [7, 8, 2**40]}, "it sampled the token 1099511627776; the vocabulary is 0 to 99"),
+        ({"token_ids": [7, -1, 9]}, "it sampled the token -1; the vocabulary is 0 to 99"),
+        ({"token_ids": [7, True, 9]}, "it sampled the token True; the vocabulary is 0 to 99"),
+        ({"token_ids": []}, "it sampled 0 tokens; expected a list of 1 to 8"),
+        ({"token_ids": [7] * 9}, "it sampled 9 tokens; expected a list of 1 to 8"),
+        ({"token_ids": "789"}, "it sampled a str of tokens; expected a list of 1 to 8"),
+    ],
+)
+def test_a_reply_that_no_engine_can_give_is_an_error_of_its_rollout(lie: dict[str, Any], said: str) -> None:
+    """An engine of a user's own: nothing else stands between it and training."""
+    whole: dict[str, Any] = {
+        "token_ids": [7, 8, 9],
+        "logprobs": [-0.5, -0.25, -1.0],
+        "sample_logprobs": [-0.5, -0.25, -1.0],
+        "spans": (VersionSpan(4, 0, 3),),
+        "finish_reason": "length",
+    }
+    how = {"sampling": Sampling(max_tokens=8), "vocab": 100}
+    assert one(ScriptedEngine(lambda *_: Completion(**whole)), **how).error is None
+    r = one(ScriptedEngine(lambda *_: Completion(**{**whole, **lie})), **how)
+    assert said in (r.error or "")
+    assert (r.finish_reason, r.tokens) == ("abort", 0)
 
 
 @pytest.mark.parametrize(

@@ -504,6 +504,7 @@ def player(
         purpose=purpose,
         decode=decoder_of(models.tokenizer),
         end_token_ids=ends,
+        vocab=models.model.get_output_embeddings().out_features,
         timeout_s=cfg.rollout.timeout_s,
         pace=pace,
         retries=cfg.rollout.retries,

@@ -17,8 +17,6 @@ from types import MappingProxyType
 from typing import Protocol
 from uuid import uuid4
 
-import numpy as np
-
 from whet.config.evaluation import merged
 from whet.config.schema import RolloutConfig, SamplingConfig
 from whet.envs.env import (
@@ -39,7 +37,7 @@ from whet.rollout.engine import RolloutEngine
 from whet.rollout.growing import Growing
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.pace import Pace
-from whet.rollout.requests import Decode, ends_of
+from whet.rollout.requests import Decode, check_reply, ends_of
 from whet.seeds import key, rollout_key
 from whet.types import (
     Completion,
@@ -69,6 +67,8 @@ MOST_LOST = 3
 """Hosts that may end under an episode before it gets one of its own."""
 CLOSE_S = 10.0
 """Longest time of `Env.close`."""
+ANY_TOKEN = 2**31
+"""Size of a vocabulary that is not known: ids of a strand are int32."""
 
 
 class Codec(Protocol):
@@ -115,6 +115,7 @@ class Play:
     """How rollouts are played; the same for all of a call."""
 
     engine: RolloutEngine
+    vocab: int
     decode: Decode
     end_token_ids: frozenset[int]
     """The model's own end tokens: not part of the text."""
@@ -248,6 +249,7 @@ async def play_groups(
     purpose: str,
     decode: Decode,
     end_token_ids: Collection[int],
+    vocab: int = ANY_TOKEN,
     timeout_s: float,
     pace: Pace | None = None,
     retries: int = 0,
@@ -259,7 +261,7 @@ async def play_groups(
     ended: Callable[[Task], object] = lambda task: None,
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks. by_source: sampling of the tasks of
-    single sources.
+    single sources. vocab: tokens that the model knows; a reply with others is an error of its rollout.
 
     Without `make_env` a rollout is one reply to the task's tokens. With it, the environment's first messages follow the
     prompt, and the environment answers every reply, within the `limits`; `make_work` makes what it may ask of the run
@@ -272,6 +274,7 @@ async def play_groups(
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
     play = Play(
         engine=engine,
+        vocab=vocab,
         decode=decode,
         end_token_ids=frozenset(end_token_ids),
         make_env=make_env,
@@ -535,24 +538,13 @@ async def _sample(
     sampling = replace(sampling, key=strand.key, min_tokens=least)
     request = Request(id=uuid4().hex, session=session, prompt=tuple(strand.token_ids), sampling=sampling)
     completion = await play.engine.generate(request)
-    _check_logprobs(completion, promised=play.engine.can.tells_logprobs(sampling))
+    promised = play.engine.can.tells_logprobs(sampling)
+    check_reply(completion, most=sampling.max_tokens, vocab=play.vocab, promised=promised)
     strand.add_completion(completion)
     tokens = completion.token_ids
     ends = ends_of(sampling, play.end_token_ids)
     ended = completion.finish_reason == "stop" and bool(tokens) and tokens[-1] in ends
     return completion, tokens[:-1] if ended else tokens
-
-
-def _check_logprobs(completion: Completion, *, promised: bool) -> None:
-    """Raises WhetError where the engine left out or could not compute what it promises to tell."""
-    logprobs = completion.logprobs
-    if logprobs is None and not promised:
-        return
-    if logprobs is None or np.isnan(logprobs).any():
-        told = "no log-probs" if logprobs is None else "NaN as a log-prob"
-        raise WhetError(
-            f"the rollout engine returned {told} of sampled tokens; its weights or its `can` are wrong"
-        )
 
 
 async def _chat(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from whet.rollout.engine import RolloutEngine
+from whet.rollout.requests import torn
 from whet.types import Completion, WhetError
 
 log = logging.getLogger(__name__)
@@ -123,17 +124,6 @@ def wrong(done: Completion, *, since: int, latest: int) -> str | None:
     if versions and not since <= min(versions) <= max(versions) <= latest:
         return f"its tokens have versions {sorted(versions)}, expected {since} to {latest}"
     return torn(done)
-
-
-def torn(done: Completion) -> str | None:
-    """Why versions or log-probs of a completion are not those of its tokens, if they are not."""
-    n = len(done.token_ids)
-    ends = [0, *(span.end for span in done.spans)]
-    if [span.start for span in done.spans] != ends[:-1] or ends[-1] != n:
-        return f"its versions are of the tokens {[(s.start, s.end) for s in done.spans]}, it sampled {n}"
-    if any(values is not None and len(values) != n for values in (done.logprobs, done.sample_logprobs)):
-        return "its tokens and log-probs differ in number"
-    return None
 
 
 def trace(name: str, error: BaseException | None) -> None:

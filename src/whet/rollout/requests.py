@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import ClassVar
 
-from whet.types import Request, Sampling, ScoreRequest, WhetError
+import numpy as np
+
+from whet.guard.foreign import shown
+from whet.types import Completion, Request, Sampling, ScoreRequest, WhetError
 
 Decode = Callable[[list[int]], str]
 """Tokens to text."""
@@ -68,6 +72,50 @@ def _check_tokens(token_ids: Sequence[int], vocab: int) -> None:
         raise RequestError(
             f"the prompt has token ids {min(token_ids)} to {max(token_ids)}, the model's vocabulary is 0 to "
             f"{vocab - 1}; the tokenizer belongs to another model"
+        )
+
+
+# ---------------------------------------------------------------- replies
+
+
+def torn(done: Completion) -> str | None:
+    """Why versions or log-probs of a completion are not those of its tokens, if they are not."""
+    n = len(done.token_ids)
+    ends = [0, *(span.end for span in done.spans)]
+    whole = all(isinstance(number, Integral) for span in done.spans for number in span)
+    if [span.start for span in done.spans] != ends[:-1] or ends[-1] != n or not whole or ends != sorted(ends):
+        return f"its versions are of the tokens {[(s.start, s.end) for s in done.spans]}, it sampled {n}"
+    if any(values is not None and len(values) != n for values in (done.logprobs, done.sample_logprobs)):
+        return "its tokens and log-probs differ in number"
+    return None
+
+
+def unusable(done: Completion, *, most: int, vocab: int) -> str | None:
+    """Why a completion is no reply of 1 to `most` tokens of this vocabulary, if it is none."""
+    tokens = done.token_ids
+    if not isinstance(tokens, list) or not 1 <= len(tokens) <= most:
+        sampled = len(tokens) if isinstance(tokens, list) else f"a {type(tokens).__name__} of"
+        return f"it sampled {sampled} tokens; expected a list of 1 to {most}"
+    numbers = all(issubclass(kind, Integral) and kind is not bool for kind in {*map(type, tokens)})
+    if not numbers or not 0 <= min(tokens) <= max(tokens) < vocab:
+        wrong = next(
+            t for t in tokens if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < vocab
+        )
+        return f"it sampled the token {shown(wrong, 40)}; the vocabulary is 0 to {vocab - 1}: it has another model"
+    return torn(done)
+
+
+def check_reply(done: Completion, *, most: int, vocab: int, promised: bool) -> None:
+    """Raises WhetError for what cannot be the reply of any engine, and where one left out or could not compute the
+    log-probs that it promises to tell."""
+    if why := unusable(done, most=most, vocab=vocab):
+        raise WhetError(f"the rollout engine's reply is refused: {why}")
+    if done.logprobs is None and not promised:
+        return
+    if done.logprobs is None or not np.isfinite(done.logprobs).all():
+        told = "no log-probs" if done.logprobs is None else "a log-prob that is not finite"
+        raise WhetError(
+            f"the rollout engine returned {told} of sampled tokens; its weights or its `can` are wrong"
         )
 
 

@@ -16,8 +16,7 @@ from whet.rollout.gate import Gate
 from whet.rollout.http.calls import Calls
 from whet.rollout.http.canary import Asked
 from whet.rollout.http.published import Folder, Written
-from whet.rollout.replica import torn
-from whet.rollout.requests import RequestError, check, check_score
+from whet.rollout.requests import RequestError, check, check_score, unusable
 from whet.types import (
     Completion,
     ConfigError,
@@ -243,7 +242,9 @@ class HttpEngine:
     async def completed(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         """One reply."""
         done = await self.api.completed(request, self.version, on_tokens)
-        return whole(done, request, vocab=self.vocab, name=self.name)
+        if why := unusable(done, most=request.sampling.max_tokens, vocab=self.vocab):
+            raise WhetError(f"{self.name}: {why}")
+        return done
 
     async def scored(self, request: ScoreRequest) -> TokenLogprobs:
         """Log-probs of given tokens."""
@@ -283,23 +284,6 @@ def finite(value: Any, name: str) -> float:
     if type(value) not in (int, float) or not NO_LOGPROB < value <= MOST_LOGPROB:
         raise WhetError(f"{name} told the log-prob {str(value)[:40]!r}; expected a number of at most 0")
     return float(value)
-
-
-def whole(done: Completion, request: Request, *, vocab: int, name: str) -> Completion:
-    """The reply. Raises WhetError for tokens that no reply to this request can have, and where versions or log-probs
-    are not those of its tokens."""
-    tokens, most = done.token_ids, request.sampling.max_tokens
-    if not isinstance(tokens, list) or not 1 <= len(tokens) <= most:
-        raise WhetError(f"{name} sampled {len(tokens)} tokens; expected 1 to {most}")
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab:
-            raise WhetError(
-                f"{name} sampled the token {str(token)[:40]}; the model's vocabulary is 0 to {vocab - 1}: the server "
-                "has another model"
-            )
-    if why := torn(done):
-        raise WhetError(f"{name}: {why}")
-    return done
 
 
 def likeliest(row: Mapping[str, Mapping[str, Any]], count: int) -> list[tuple[int, float]]:
