@@ -322,6 +322,36 @@ def test_a_class_is_named_by_its_module_as_in_verl(files: Path, monkeypatch: pyt
     assert [m.content for m in first.messages] == ["sum 1e"]
 
 
+WAITS = '''
+import asyncio
+
+async def wait(note: str):
+    """Waits."""
+    try:
+        await asyncio.sleep(100)
+    except asyncio.CancelledError:
+        open(note, "w").close()
+        raise
+'''
+
+
+def test_a_fault_of_one_call_ends_the_others(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    asked = says(("wait", {"note": f"{tmp_path}/note"}), ("pay", {"amount": 1}))
+    sources = {"tool_config": f"{files}/picture.yaml", "function_tools": f"{tmp_path}/waits.py"}
+
+    async def play() -> bool:
+        env = tools(row(), World(1, no_reply), **sources, max_parallel_calls=None)
+        await env.first()
+        with pytest.raises(EnvFault, match="a tool returned an image or a video"):
+            await env.step(asked)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return (tmp_path / "note").exists()
+
+    assert asyncio.run(play())
+
+
 def test_what_is_broken_is_a_fault_and_no_result(files: Path) -> None:
     with pytest.raises(EnvFault, match="a tool returned an image or a video"):
         played(row(), says(("pay", {"amount": 1})), tool_config=f"{files}/picture.yaml")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 CANCEL_S = 1.0
 """How long async code may take to end once it is cancelled."""
@@ -55,6 +57,17 @@ async def run(context: CallContext, function: Callable[[], Any], limit_s: float,
         return await _within(
             context, asyncio.ensure_future(_outcome(context, function, thread)), limit_s, thread
         )
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return, in their order. Where one raises, the others are cancelled: the episode has no use for
+    them."""
+    work = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*work)
+    finally:
+        for each in work:
+            each.cancel()
 
 
 async def _within(

@@ -18,6 +18,7 @@ from whet.config.environments import AT
 from whet.config.sections.base import Above0, NonNegative, Positive, Section
 from whet.config.sections.rollout import TOOL_TIMEOUT_S
 from whet.envs.arguments import section
+from whet.envs.calls import together
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.mcp import McpServer, tools_of
 from whet.envs.search import Documents, build, search_tool
@@ -132,12 +133,7 @@ class ToolEnv:
         if reply.malformed is not None:
             return await self._malformed(reply.malformed)
         self.malformed = 0
-        work = [asyncio.ensure_future(self._answer(n, call)) for n, call in enumerate(reply.tool_calls)]
-        try:
-            answers = await asyncio.gather(*work)
-        finally:
-            for each in work:  # where one of them was a fault
-                each.cancel()
+        answers = await together(self._answer(n, call) for n, call in enumerate(reply.tool_calls))
         if len(self.world.call_context.left) >= MOST_LEFT:
             return EnvStep(fault=f"{MOST_LEFT} tool calls exceeded their time limit and are still running")
         messages = [

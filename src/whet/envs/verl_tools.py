@@ -7,7 +7,6 @@ turns is translated to it. As verl 0.9.1's tool agent; with `instances: episode`
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import logging
@@ -27,6 +26,7 @@ from whet.config.environments import AT
 from whet.config.interpolate import interpolate
 from whet.config.sections.base import Above0, Positive, Section
 from whet.envs.arguments import section
+from whet.envs.calls import together
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.schemas import check_name, spec_of
 from whet.envs.tool_env import Answer
@@ -181,7 +181,7 @@ class VerlEnv:
         if talks:
             return await self._talk(reply)
         most = MOST_TEXT // (2 * len(calls))
-        answers = await asyncio.gather(*(self._answer(call, most) for call in calls))
+        answers = await together(self._answer(call, most) for call in calls)
         messages = [
             Message("tool", answer.text, tool_call_id=call.id or None, name=call.name)
             for call, answer in zip(calls, answers)
