@@ -354,7 +354,7 @@ def test_files_that_are_not_of_a_copy_stay(
     for path in kept:
         s3.pipe_file(path, b"mine")
     stores.send(folder, "s3://pail/run", folder.name, manifest(folder))
-    listed = {"files": {"../other.txt": [4, ""], **manifest(folder)["files"]}}
+    listed = {"format": 1, "files": {"../other.txt": [4, ""], **manifest(folder)["files"]}}
     s3.pipe_file(f"{there}/{MANIFEST}", json.dumps(listed).encode())
     (folder / "policy/model.safetensors").rename(folder / "policy/second.safetensors")
     if at is not None:
@@ -368,6 +368,15 @@ def test_files_that_are_not_of_a_copy_stay(
     stores.send(folder, "s3://pail/run", folder.name, manifest(folder))
     own = {f"{there}/{name}" for name in (MANIFEST, "policy/third.safetensors", "state.json")}
     assert set(s3.find("pail/run")) == own | kept
+
+
+def test_files_that_another_program_lists_stay(s3: Any, folder: Path) -> None:
+    there = f"pail/run/{folder.name}"
+    s3.pipe_file(f"{there}/precious.bin", b"mine")
+    s3.pipe_file(f"{there}/{MANIFEST}", b'{"files": {"precious.bin": 4}}')
+    stores.send(folder, "s3://pail/run", folder.name, manifest(folder))
+    assert s3.cat_file(f"{there}/precious.bin") == b"mine"
+    assert stores.said("s3://pail/run", folder.name) == manifest(folder)
 
 
 def test_files_of_an_older_copy_go(s3: Any, folder: Path) -> None:

@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 """Lists every other file of its folder. Written last, so a folder without one is no whole one."""
 
+FORMAT = 1
+"""Of a listing of files."""
+
 _NAME = re.compile(rf"(\d+)-({STAGE.pattern})-(\d{{6,}})")
 
 
@@ -36,7 +39,10 @@ def oldest_first(names: Iterable[str]) -> list[str]:
 def manifest(folder: Path) -> Json:
     """Size and digest of each file of a folder, its own manifest left out."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
-    return {"format": 1, "files": {str(p.relative_to(folder)): [p.stat().st_size, digest(p)] for p in files}}
+    return {
+        "format": FORMAT,
+        "files": {str(p.relative_to(folder)): [p.stat().st_size, digest(p)] for p in files},
+    }
 
 
 def parsed(text: bytes, where: str) -> Json:

@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.config.urls import is_remote, scheme
 from whet.guard import pulse
-from whet.storage.manifests import MANIFEST, parsed
+from whet.storage.manifests import FORMAT, MANIFEST, parsed
 from whet.types import Json, WhetError
 
 MAGIC = "*?["
@@ -128,7 +128,7 @@ def send(folder: Path, url: str, name: str, manifest: Json) -> None:
     there = f"{path}/{name}".rstrip("/")
     earlier = {file for listing in (MANIFEST, _SENDING) for file in _listed(fs, f"{there}/{listing}")}
     fs.makedirs(there, exist_ok=True)
-    begun = {"files": dict.fromkeys(sorted(earlier | manifest["files"].keys()))}
+    begun = {"format": FORMAT, "files": dict.fromkeys(sorted(earlier | manifest["files"].keys()))}
     fs.pipe_file(f"{there}/{_SENDING}", json.dumps(begun).encode())
     if fs.exists(f"{there}/{MANIFEST}"):
         fs.rm_file(f"{there}/{MANIFEST}")
@@ -149,9 +149,10 @@ def send(folder: Path, url: str, name: str, manifest: Json) -> None:
 
 
 def _listed(fs: Any, path: str) -> list[str]:
-    """The files of a listing, if it is there, as far as they are below its folder."""
+    """The files of a listing of ours, if it is there, as far as they are below its folder. Another program's manifest
+    may have this name and such a key."""
     listing = parsed(fs.cat_file(path), path) if fs.exists(path) else None
-    names = [] if listing is None else listing["files"]
+    names = listing["files"] if listing is not None and listing.get("format") == FORMAT else []
     return [name for name in names if name and not name.startswith("/") and ".." not in name.split("/")]
 
 
