@@ -131,6 +131,7 @@ def test_a_reply_becomes_a_flat_rollout() -> None:
         ({"token_ids": [7, True, 9]}, "it sampled the token True; the vocabulary is 0 to 99"),
         ({"token_ids": []}, "it sampled 0 tokens; expected a list of 1 to 8"),
         ({"token_ids": [7] * 9}, "it sampled 9 tokens; expected a list of 1 to 8"),
+        ({"finish_reason": "eos"}, "it ended with finish_reason='eos'; expected 'stop' or 'length'"),
         ({"token_ids": "789"}, "it sampled a str of tokens; expected a list of 1 to 8"),
     ],
 )

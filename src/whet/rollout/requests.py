@@ -102,6 +102,8 @@ def unusable(done: Completion, *, most: int, vocab: int) -> str | None:
             t for t in tokens if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < vocab
         )
         return f"it sampled the token {shown(wrong, 40)}; the vocabulary is 0 to {vocab - 1}: it has another model"
+    if done.finish_reason not in ("stop", "length"):
+        return f"it ended with finish_reason={shown(done.finish_reason, 40)}; expected 'stop' or 'length'"
     return torn(done)
 
 
