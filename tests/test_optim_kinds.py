@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiny import tiny_model
-from whet.config.schema import OptimizerConfig, OptimizerGroupConfig, ScheduleConfig
+from whet.config.schema import OptimizerConfig, OptimizerGroupConfig, PrecisionConfig, ScheduleConfig
 from whet.models import kernels
 from whet.models.muon import COEFFICIENTS, STEPS, Muon, direction
 from whet.models.optim import Optimizer as Opt
@@ -206,6 +206,47 @@ def test_state_comes_back_to_the_bit(kind: Any, dtype: torch.dtype) -> None:
     b.forget()
     walk(b, range(3, 5))
     assert not all(torch.equal(one[n], two[n]) for n in one), "moments that were forgotten must be missed"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("way", ["fused", "foreach", "for-loop"])
+def test_sgd_of_half_precision_without_masters_moves_every_number_once(way: Any, momentum: float) -> None:
+    """Sizes that fill vectors and that do not: torch's own fused step is wrong from 16 numbers on."""
+    cfg = OptimizerConfig(name="sgd", lr=0.25, momentum=momentum, implementation=way, max_grad_norm=None)
+    for dtype in (torch.bfloat16, torch.float16):
+        for size in (1, 15, 16, 33, 70, 257):
+            p = nn.Parameter(torch.zeros(size, dtype=dtype))
+            optimizer = Opt([("w", p)], cfg, total_steps=2, precision=PrecisionConfig(master_weights=False))
+            for _ in range(2):
+                p.grad = torch.ones_like(p)
+                optimizer.step()
+            assert torch.equal(
+                p.float(), torch.full((size,), float(torch.tensor(-0.5 - 0.25 * momentum, dtype=dtype)))
+            )
+
+
+@pytest.mark.parametrize("way", ["fused", "foreach"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_what_was_frozen_before_a_resume_begins_beside_what_was_not(kind: Any, way: Any) -> None:
+    cfg = OptimizerConfig(
+        name=kind, lr=0.01, momentum=None if kind == "adamw" else 0.9, implementation=way, max_grad_norm=None
+    )
+    weights = dict(named())
+    weights["tall"].requires_grad_(False)
+    frozen = Opt(weights.items(), cfg, total_steps=10, hidden=HIDDEN)
+    for name, p in frozen.parameters.items():
+        p.grad = gradients(0)[name]
+    frozen.step()
+    after, resumed = make(cfg)
+    with torch.no_grad():
+        for name, p in resumed.items():
+            p.copy_(weights[name])
+    after.restore(frozen.state(), 1)
+    alone, fresh = make(cfg)  # its first step is that of `tall`
+    for optimizer in (after, alone):
+        walk(optimizer, range(1, 3))
+    torch.testing.assert_close(resumed["tall"], fresh["tall"], rtol=0, atol=0)
+    assert not torch.equal(resumed["wide"], fresh["wide"])
 
 
 def test_half_a_state_is_refused() -> None:

@@ -225,15 +225,19 @@ class Optimizer:
         self.step_count = step_count
         if self.loss_scale is not None and loss_scale is not None:
             self.loss_scale.scale, self.loss_scale.held = loss_scale
+        moved = {key.partition(".")[2] for key in tensors if not key.startswith("master.")}
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 master.copy_(_wanted(tensors, f"master.{name}", master))
             found, keys = self._state_of(master)
-            if any(f"{key}.{name}" in tensors for key in keys):
+            if name in moved:
                 begins = blank(self.owner[master], master)
                 for key, own in keys.items():
                     if own in begins:
                         found[own] = _wanted(tensors, f"{key}.{name}", begins[own]).clone()
+            elif moved and isinstance(self.owner[master], torch.optim.SGD):
+                # frozen until now. torch's fused step wants the buffers of all parameters, or of none
+                found["momentum_buffer"] = torch.zeros_like(master)
 
     def _state_of(self, master: nn.Parameter) -> tuple[dict[str, Any], dict[str, str]]:
         """What is kept of a parameter (nothing before its first step), and how that is called."""
@@ -265,7 +269,14 @@ def _torch(
         narrow = Adam8 if cfg.state_dtype == "int8" else Adam16
         yield narrow(groups, betas=cfg.betas, eps=cfg.eps, decoupled=cfg.name == "adamw", wholes=wholes)
         return
-    how = {"fused": cfg.implementation == "fused", "foreach": cfg.implementation == "foreach"}
+    way = cfg.implementation
+    if (
+        way == "fused"
+        and cfg.name == "sgd"
+        and any(p.is_cpu and p.dtype.itemsize < 4 for p in named.values())
+    ):
+        way = "foreach"  # torch 2.13 on a CPU: a fused step of half precision moves some numbers twice as far
+    how = {"fused": way == "fused", "foreach": way == "foreach"}
     if cfg.name == "sgd":
         yield torch.optim.SGD(groups, lr=cfg.lr, momentum=_or(cfg.momentum, 0.0), **how)
     else:
