@@ -150,6 +150,17 @@ def test_a_rollout_that_counts_twice_is_two() -> None:
     assert max(error(a[n], c[n]) for n in a) > 1e-3
 
 
+def test_a_minibatch_of_which_no_rollout_counts_has_no_term() -> None:
+    """As of replies that were all cut short, with `finished_only`."""
+    batch = weighted()
+    none = replace(batch, count_R=torch.zeros(batch.rollouts), weight_N=torch.zeros(batch.tokens))
+    engine = made(replace(AUX, router_z=0.7))
+    before = {n: p.detach().clone() for n, p in learned(engine.module)}
+    said = engine.update(none, pg_loss)
+    assert (said["router_z"], said["router_aux"], said["grad_norm"]) == (0.0, 0.0, 0.0)
+    assert not any(g.any() for g in moved(engine, before).values())
+
+
 def test_metrics_by_hand() -> None:
     """All probabilities 1/4, and of equals the first two are taken."""
     engine = made(AUX)

@@ -130,9 +130,9 @@ def counts(seen: Sequence[Routed], uses_U: Tensor) -> Tensor:
 
 def prices(load_LX: Tensor, experts: int, *, each: bool) -> Tensor:
     """[L, X] float32: what a unit of an expert's probability costs in the term. load_LX: choices of the whole
-    minibatch, with experts of them for each token; each: the term is the layers' own."""
+    minibatch, with experts of them for each token; each: the term is the layers' own. 0 where no token counts."""
     tokens_L1 = load_LX.sum(1, keepdim=True) / experts
-    price_LX = load_LX.shape[1] * load_LX / tokens_L1**2
+    price_LX = torch.where(tokens_L1 > 0, load_LX.shape[1] * load_LX / tokens_L1**2, 0.0)
     return (price_LX / experts if each else price_LX).float()
 
 
@@ -262,7 +262,8 @@ class RouterTerms:
         if self.z:
             for add in self.over:
                 add(self.squares)
-            out["router_z"] = float(self.stages(self.squares)) / self.tokens
+            sum_of_squares = float(self.stages(self.squares))
+            out["router_z"] = sum_of_squares / self.tokens if self.tokens else 0.0  # no rollout may count
         if not self.coef:
             return out
         assert self.found is not None, "no router choices have been counted"
