@@ -485,10 +485,13 @@ def silent(batch: Batch, out: Outputs) -> Loss:
     return Loss(torch.zeros_like(batch.adv_N if batch.adv_N is not None else batch.logp_sample_N))
 
 
+@pytest.mark.parametrize("times", [1.0, 1 / 8])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_positive_nll_is_a_mean_over_the_tokens_of_good_rollouts(mode: str) -> None:
+def test_positive_nll_is_a_mean_over_the_tokens_of_good_rollouts(mode: str, times: float) -> None:
+    """times: how often each rollout counts; less than once where its copies share an epoch's minibatches."""
     # Rewards 1, 0, 0.5: tokens of the first and third. Their -log pi: 1, 3, 2; the mean is 2, times 0.1.
     batch = make_batch([["paa", "paaa", "pa"]], [1.0, 0.0, 0.5])
+    batch = replace(batch, count_R=torch.full((3,), times))
     batch = replace(batch, weight_N=weights(batch, mode, norm_tokens=8))
     logp = doubles([0, -1, -3, 0, -7, -7, -7, 0, -2]).requires_grad_()
     keys: dict[str, Any] = {"kl_coef": 0.0, "estimator": "k3", "entropy_coef": 0.0}

@@ -224,6 +224,16 @@ def test_a_token_without_weight_teaches_nothing_and_a_rollout_that_counts_twice_
     assert told[0] == pytest.approx(told[1], rel=1e-6)
 
 
+def test_the_mean_is_that_of_tokens_that_count_less_than_once() -> None:
+    """As in a step whose few groups come several times, in minibatches that share them (`passes.minibatch`)."""
+    batch = pack(random_groups(count=1, size=2))
+    batch = replace(batch, weight_N=batch.mask_N / batch.mask_N.sum())
+    part = replace(batch, count_R=torch.full((batch.rollouts,), 1 / 64))
+    for loss in (TOKENS, DISTILL):
+        a, b = (learned_by(engine_of(with_layers(), loss), each) for each in (part, batch))
+        assert_close(a, b, 2e-5)
+
+
 def test_no_token_of_another_sequence_is_seen() -> None:
     batch = weighted()
     assert batch.weight_N is not None

@@ -67,6 +67,7 @@ class MtpTerm:
             at = (self._weighed(micro, ahead)[1] for ahead in range(1, len(self.layers) + 1))
             self.tokens_K += torch.stack([times_A.double().sum() for times_A in at]).to(device)
         self.add(self.tokens_K)
+        self.tokens_K = torch.where(self.tokens_K > 0, self.tokens_K, 1.0)  # of none the mean is 0
         self.sums_K = torch.zeros_like(self.tokens_K)
 
     def _weighed(self, batch: Batch, ahead: int) -> tuple[Tensor, Tensor]:
@@ -128,11 +129,11 @@ class MtpTerm:
                 found_A = -token_logprobs(rows_AD, batch.token_ids_N[at_A], head=head, ops=self.ops)[0]
             total = (found_A * times_A).sum()
             self.sums_K[number] += total.detach().double()
-            term = term + total / self.tokens_K[number].clamp(min=1.0).float()
+            term = term + total / self.tokens_K[number].float()
         return attached(hidden_UD, scaled(term * (self.loss.coef / len(self.layers))))
 
     def metrics(self) -> Metrics:
         """Of the last minibatch: the mean over the layers, without the coefficient. Alike on all ranks, which all call
         it."""
         self.add(self.sums_K)
-        return {"mtp_loss": float((self.sums_K / self.tokens_K.clamp(min=1.0)).mean())}
+        return {"mtp_loss": float((self.sums_K / self.tokens_K).mean())}
