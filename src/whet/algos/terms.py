@@ -49,9 +49,8 @@ def mean_term(batch: Batch, x_N: Tensor, where_N: Tensor, *, total: float) -> Te
     weight_N, times_N = need(batch.weight_N, "batch.weight_N"), _times(batch)
     counted_N = where_N & (times_N > 0)
     scale_N = torch.where(counted_N, times_N / torch.where(counted_N, weight_N, 1.0), 0.0)
-    return (
-        torch.where(counted_N, x_N, 0.0) * scale_N / (total or 1.0)
-    )  # a fraction where copies share minibatches
+    # the total is below 1 where copies of a rollout share minibatches
+    return torch.where(counted_N, x_N, 0.0) * scale_N / (total or 1.0)
 
 
 def pair_term(batch: Batch, x_N: Tensor, *, total: float) -> Tensor:
