@@ -316,8 +316,9 @@ def _with_arguments(calls: Json, column: str) -> Json:
     if isinstance(calls, dict) and isinstance(calls.get("function"), dict):
         return {**calls, "function": _with_arguments(calls["function"], column)}
     text = calls.get("arguments") if isinstance(calls, dict) else None
-    is_text = isinstance(text, str) and text
-    return {**calls, "arguments": _of_text(text, column, _CALLS)} if is_text else calls
+    if not isinstance(text, str) or not text:
+        return calls
+    return {**calls, "arguments": _of_text(text, column, _CALLS)}
 
 
 def _of_text(text: str, column: str, expected: str) -> Json:
