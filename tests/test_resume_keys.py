@@ -120,7 +120,8 @@ def test_keys_together_are_resumed_or_refused(watcher: Watcher, number: int) -> 
         assert lasting(watcher.resumed(tree, {})) == lasting(whole)
 
 
-CUT = [name for name in NAMES if "micro" not in name]
+CUT = [name for name in NAMES if not any(word in name for word in ("micro", "float8", "dtype"))]
+"""Fewer bits are rounded by micro-batch: scales of float8 are those of its tensors, gradients add up in bfloat16."""
 
 
 @pytest.mark.parametrize("number", except_for(lambda number: number % 100 == 0, range(len(CUT) + 200)))
