@@ -121,7 +121,7 @@ def test_keys_together_are_resumed_or_refused(watcher: Watcher, number: int) -> 
 
 
 CUT = [name for name in NAMES if not any(word in name for word in ("micro", "float8", "dtype"))]
-"""Fewer bits are rounded by micro-batch: scales of float8 are those of its tensors, gradients add up in bfloat16."""
+"""Without half precision, whose rounding follows the micro-batches by more than the bounds here."""
 
 
 @pytest.mark.parametrize("number", except_for(lambda number: number % 100 == 0, range(len(CUT) + 200)))
