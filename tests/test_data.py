@@ -241,7 +241,7 @@ def test_reasoning_gym_mistakes_are_named(task, params, says):
             '{"prompt": "a"}\n[1]\n',
             r"a.jsonl, line 2: a row must be an object.*found a list \(\[1\]\)",
         ),
-        ("a.jsonl", b'{"prompt": "\xff"}\n', "a.jsonl, line 1: not JSON"),
+        ("a.jsonl", b'{"prompt": "\xff"}\n', "a.jsonl, line 1: not UTF-8 text"),
         (
             "a.jsonl",
             '{"prompt": ["\\ud83d"]}',

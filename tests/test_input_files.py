@@ -80,7 +80,7 @@ def test_a_key_that_is_given_twice_is_found_without_comparing_all_with_all() -> 
 def test_half_of_a_surrogate_pair_in_the_bytes_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a\xed\xa0\x80"}')
     with pytest.raises(
-        DataError, match=r"line 1: not JSON: .utf-8. codec can.t decode byte 0xed in position 13"
+        DataError, match=r"line 1: not UTF-8 text: .utf-8. codec can.t decode byte 0xed in position 13"
     ):
         read_rows(SourceConfig(path=str(tmp_path / "a.jsonl")))
 

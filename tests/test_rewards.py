@@ -644,9 +644,9 @@ def test_too_many_failures_end_the_run_with_the_commonest_cause():
     ]
     rollouts = tuple(rollout(t, "x", i).scored(None if e else 1.0, {}, e) for i, e in enumerate(errors))
     at = RewardSet({}, None, max_failure_rate=0.6)
-    check_failures([Group(t, rollouts)], at)
+    check_failures([Group(t, rollouts)], at, of="this step")
     with pytest.raises(WhetError, match=r"3 of 5 rollouts.*2 times\): reward b: raised KeyError"):
-        check_failures([Group(t, rollouts)], RewardSet({}, None, max_failure_rate=0.59))
+        check_failures([Group(t, rollouts)], RewardSet({}, None, max_failure_rate=0.59), of="this step")
 
 
 # ---------------------------------------------------------------- what files and float32 cannot hold

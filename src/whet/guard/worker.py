@@ -24,6 +24,7 @@ from types import ModuleType
 from whet.guard import confine, foreign, frames, sandbox, traces
 from whet.guard.foreign import describe, is_number, number, raised_at, words
 from whet.guard.traces import Traces, written
+from whet.types import WhetError
 
 Function = Callable[..., object]
 """Foreign code: takes the keyword arguments of a call, returns a number or a dict of numbers. The dict may hold other
@@ -110,7 +111,7 @@ def run(
         value = function(**arguments)
     except BaseException as error:  # noqa: BLE001  foreign code: every way to fail is an answer
         kind = kind_of(error)
-        if kind == "raised":
+        if kind == "raised" and not isinstance(error, WhetError):  # that tells by its text
             tell(error)
         limit = f" (reward_workers.memory_mb={memory_mb})" if kind == "memory" else ""
         return {"failure": [kind, f"{describe(error)}{limit}"]}
