@@ -181,6 +181,16 @@ def test_a_reply_of_as_many_tokens_as_may_be_is_measured_and_a_longer_one_is_cou
     assert said in (tmp_path / "run" / "run.log").read_text()
 
 
+def test_replies_without_a_token_have_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    """As data.overlong may cut them."""
+    some = [group("a", [4, 5], []), group("b", [4, 5], [6, 1])]
+    with caplog.at_level(logging.WARNING, logger="whet"):
+        found = eval_loss(engine(0), some, algorithm("sft"), look=lambda batch: batch)
+    assert {name.split("/")[1] for name in found} == {"b", "all"}
+    assert found["eval/all/loss_nats"] == found["eval/b/loss_nats"]
+    assert "of a, data.overlong has left no token of a reply" in caplog.text
+
+
 def test_a_reply_that_may_not_be_too_long_is_told_by_its_line(tmp_path: Path) -> None:
     """As one that is trained on is."""
     held_out = tmp_path / "held_out.jsonl"

@@ -109,6 +109,7 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
     "algorithm.mix": [
         (*MIX, "algorithm.loss=gkd", "algorithm.reprompt={}"),
         (*MIX, "algorithm.advantage=prime"),
+        (*MIX, "algorithm.name=sft_phi", "algorithm.mix={}", "-rewards"),
     ],
     "reference.path": [
         ("algorithm.name=distill",),

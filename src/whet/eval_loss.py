@@ -77,7 +77,11 @@ def eval_loss(policy: TrainEngine, groups: Sequence[Group], algorithm: Algorithm
                 "held-out replies: %s has a single one, which kto has no other to compare with", source
             )
             continue
-        numbers = of(policy, pack(members), algorithm, look)
+        batch = pack(members)
+        if not batch.mask_N.any():
+            log.warning("held-out replies: of %s, data.overlong has left no token of a reply", source)
+            continue
+        numbers = of(policy, batch, algorithm, look)
         out |= {f"eval/{source}/{name}": number for name, number in numbers.items()}
     return out
 
