@@ -679,6 +679,8 @@ def test_hosts_may_be_closed_while_one_of_them_ends(opened: Opened) -> None:
         await work
 
     asyncio.run(ending())
+    assert not hosts._hosts
+    assert place.line.gone()
 
 
 LATE = {

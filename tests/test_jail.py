@@ -462,6 +462,7 @@ def test_a_stopped_nursery_is_noticed_and_replaced():
 def test_a_stopped_keeper_that_is_needed_is_told_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.guard.jail._CONNECT_S", 0.5)
     with make(nap, patience_s=2.0) as jail:
+        ask(jail, nap)  # or the nursery may be stopped before it dies with its keeper
         for pid in (jail._keeper, nursery_of(jail)):
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(
