@@ -17,6 +17,8 @@ from tiny import RUN
 from whet.config.keys import lookup
 from whet.track import learning, show
 from whet.track.learning import SIGNS, signs, trend
+from whet.track.monitor import Monitor
+from whet.types import Metrics
 
 GOOD = {
     "rollout/count": 8,
@@ -34,6 +36,8 @@ GOOD = {
     "rollout/calls_mean": 1.0,
     "rollout/malformed_frac": 0.1,
     "reward/part/env/calls/add": 0.5,
+    "time/reward_s": 1.5,
+    "time/step_s": 4.0,
 }
 """A step of a run that learns."""
 
@@ -58,6 +62,7 @@ WRONG = {
     "no tool calls": {"rollout__calls_mean": 0.0},
     "tool unused": {"reward__part__env__calls__add": 0.0},
     "malformed replies": {"rollout__malformed_frac": 0.6},
+    "rewards slow": {"time__reward_s": 2.5},
 }  # fmt: skip
 
 
@@ -171,10 +176,26 @@ def test_replies_of_one_token_are_told(tmp_path: Path) -> None:
     assert "no reply ends" in shown
 
 
+@pytest.mark.parametrize(("mode", "told"), [("in turn", 1), ("beside the update", 0)])
+def test_slow_rewards_are_told_where_the_step_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, told: int
+) -> None:
+    def timings(monitor: Monitor) -> tuple[Metrics, dict[str, float]]:
+        monitor.seconds.clear()
+        return {"time/reward_s": 6.0, "time/step_s": 10.0}, {}
+
+    monkeypatch.setattr(Monitor, "timings", timings)
+    overlap = ["rollout.max_staleness=1"] if mode == "beside the update" else []
+    log, shown = run(tmp_path, *overlap, answer="a")
+    assert log.count("rewards slow: scoring took more than half") == told
+    assert "rewards slow" not in shown  # which has no timings
+
+
 def test_the_keys_of_the_advice_are_keys() -> None:
     for sign in SIGNS:
         keys = re.findall(
-            r"\b(?:rollout|train|algorithm|data|tokenizer|model|checkpoint)\.[a-z_.]+[a-z]", sign.advice
+            r"\b(?:rollout|train|algorithm|data|tokenizer|model|checkpoint|reward_workers)\.[a-z_.]+[a-z]",
+            sign.advice,
         )
         assert keys, sign.name
         for key in keys:

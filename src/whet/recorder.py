@@ -121,7 +121,8 @@ class Recorder:
         timings = self._timings(int(metrics.get("rollout/tokens_sum", 0)), learned.flops)
         self._log(done, metrics, timings)
         self.display.step(metrics, timings)
-        self._tell_signs(done, metrics)
+        waits = self.context.plan.mode == "synchronous"  # else rewards are scored beside the update
+        self._tell_signs(done, metrics | timings if waits else metrics)
         self.directory.timeline.flush()
         self.environments.at(self.context.index, done, ahead=self._ahead)
         return metrics
@@ -145,7 +146,7 @@ class Recorder:
                         tracker.show_rollouts(self.context.name, done, rows)
 
     def _tell_signs(self, done: int, metrics: Metrics) -> None:
-        """Say, once each, what shows that nothing is learned."""
+        """Say, once each, what shows that nothing is learned, or slowly."""
         self.recent.append(metrics)
         for sign in signs(list(self.recent)):
             if sign.name not in self.told:

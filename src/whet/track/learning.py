@@ -1,7 +1,7 @@
-"""Whether a stage learns: signs in its metrics that it does not, each with what to try; and its trend.
+"""Whether a stage learns: signs in its metrics that it does not, or slowly, each with what to try; and its trend.
 
 A row is the metrics of one training step, as a line of metrics.jsonl has them (a number that is not finite is NaN or
-absent). A sign looks at the last rows only, so it goes when its cause does.
+absent); while a run trains, with its timings. A sign looks at the last rows only, so it goes when its cause does.
 """
 
 from __future__ import annotations
@@ -109,6 +109,13 @@ def steps_skipped(rows: Rows) -> bool:
     return sum(skipped > 0 for skipped in numbers(rows, "train/skipped_steps")) > len(rows) / 2
 
 
+def rewards_slow(rows: Rows) -> bool:
+    """Each step waits for its rewards longer than for everything else, and longer than a second."""
+    scoring, whole = numbers(rows, "time/reward_s"), numbers(rows, "time/step_s")
+    same = len(scoring) == len(whole) == len(rows)
+    return same and all(s > max(1.0, step / 2) for s, step in zip(scoring, whole))
+
+
 def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
     """Pearson's; 0 where one does not vary."""
     mean_x, mean_y = fmean(x), fmean(y)
@@ -202,6 +209,14 @@ SIGNS = (
         "most of the last {window} steps had a gradient that was not finite, and were skipped",
         "a smaller train.optimizer.lr, train.optimizer.max_grad_norm, train.precision.compute=bfloat16 instead of "
         "float16, or model.dtype=float32",
+    ),
+    Sign(
+        "rewards slow",
+        3,
+        rewards_slow,
+        "scoring took more than half of each of the last {window} steps (time/reward_s)",
+        "a larger reward_workers.count (replies that are scored at once; the default is 1), a faster reward, or "
+        "rollout.max_staleness above 0, so that the next replies are scored while the trainer trains",
     ),
 )
 
