@@ -17,6 +17,8 @@ TEMPLATES ?=
 # kind. `make times`: both once, with the seconds that each test takes; writes tests/cases.tsv, which says which those are,
 # and how many cases stay of a test that has many. The other cases are in the sweep.
 
+# `make test-stalls`: `make test` on a machine that stands still for four seconds now and then, as a busy virtual one does.
+
 # `make golden BASE=<commit>`: a dozen runs by that commit and by the working tree, compared number by number.
 
 # `make test-view`: the pages of the viewer and the studio in a headless Chromium (Debian: `apt-get install chromium`), with a
@@ -41,7 +43,7 @@ TEMPLATES ?=
 # `make check-gpu`: whether whet runs on this machine's NVIDIA GPU, and how fast; ten minutes, a table, check_gpu.json. Where
 # the environment is there already, and no network: `python benchmarks/check_gpu.py` with any Python that has torch.
 
-.PHONY: demo test test-long times test-view test-peers test-files test-releases test-backends sweep golden check check-gpu \
+.PHONY: demo test test-long test-stalls times test-view test-peers test-files test-releases test-backends sweep golden check check-gpu \
 	check-wheel format docs site bits bench bench-learn bench-train clean
 
 demo: $(VENV)/.installed
@@ -58,6 +60,9 @@ test: $(VENV)/.installed-dev
 
 test-long: $(VENV)/.installed-dev
 	$(PYTEST) $(AT_ONCE) -m "long and not sweep"
+
+test-stalls: $(VENV)/.installed-dev
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python tests/stalls.py $(BIN)/python -m pytest $(AT_ONCE)
 
 times: $(VENV)/.installed-dev
 	rm -rf build/times

@@ -2,8 +2,8 @@
 
     python tests/stalls.py [--seconds 4] [--every 15] [--seed 0] COMMAND ...
 
-A virtual machine does this when its host is busy. `make test-stalls` runs the suite so: a limit within which a test expects
-something to *happen* has to leave room for it, and a promise that depends on no second passing unseen fails.
+A virtual machine does this when its host is busy. `make test-stalls` runs the suite so: a limit within which a test
+expects something to *happen* has to leave room for it, and a promise that depends on no second passing unseen fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUIET_S = 0.05
 
 
 def stop(root: psutil.Process) -> list[psutil.Process]:
-    """Stop a process and its descendants, from above, so that none starts another; those that were not stopped before."""
+    """Stop a process and its descendants, from above, so that none starts another. Those that ran before."""
     stopped: dict[psutil.Process, None] = {}
     while True:
         found = [p for p in (root, *root.children(recursive=True)) if p not in stopped and runs(p)]
