@@ -349,6 +349,17 @@ def test_overrides_of_a_new_model_stand_over_its_sizes() -> None:
     assert model.config.rope_parameters == {**linear, "rope_theta": 3e4}
 
 
+def test_a_new_model_has_the_vocabulary_of_its_tokenizer_or_a_padded_one() -> None:
+    assert scratch().config.vocab_size == len(scratch().get_input_embeddings().weight) == VOCAB
+    padded = scratch({"vocab_size": VOCAB + 5})
+    assert padded.config.vocab_size == len(padded.get_input_embeddings().weight) == VOCAB + 5
+    with pytest.raises(ConfigError, match=f"vocab_size={VOCAB - 1}, but the tokenizer has {VOCAB} tokens"):
+        scratch({"vocab_size": VOCAB - 1})
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        with pytest.raises(ConfigError, match=f"model.overrides: {name} of a new model is its tokenizer's"):
+            scratch({name: 2})
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

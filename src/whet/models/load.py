@@ -54,10 +54,10 @@ def build(
 ) -> PreTrainedModel:
     """The model of `cfg.path` or `cfg.scratch`, in evaluation mode (no dropout), on `device` in `dtype`.
 
-    vocab_size: number of tokens of the tokenizer; a loaded embedding may be larger, not smaller. The two token ids are
-    stored in a scratch model's config. Scratch weights depend on `seed` only. head: name of a value head that the
-    folder may hold in place of the output layer; see `value_head`. Errors: ConfigError for invalid settings,
-    CheckpointError for files that cannot be read.
+    vocab_size: number of tokens of the tokenizer; an embedding may be larger, not smaller. The two token ids are stored
+    in a scratch model's config. Scratch weights depend on `seed` only. head: name of a value head that the folder may
+    hold in place of the output layer; see `value_head`. Errors: ConfigError for invalid settings, CheckpointError for
+    files that cannot be read.
     """
     if (cfg.path is None) == (cfg.scratch is None):
         raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")
@@ -337,13 +337,22 @@ def _check_known(config: PreTrainedConfig, overrides: dict[str, Any], raw: dict[
 
 # ---------------------------------------------------------------- from scratch
 
+_OF_THE_TOKENIZER = {"bos_token_id", "eos_token_id", "pad_token_id"}
+
 
 def _scratch_config(cfg: schema.ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
     for key, said in problems(cfg):
         raise ConfigError(f"{key}: {said}")
-    values = config_json(cfg)
+    if decided := sorted(_OF_THE_TOKENIZER & cfg.overrides.keys()):
+        raise ConfigError(f"model.overrides: {decided[0]} of a new model is its tokenizer's; leave it out")
+    tokens = {"vocab_size": vocab_size, **dict.fromkeys(sorted(_OF_THE_TOKENIZER))}
+    values = tokens | config_json(cfg)
     family = values.pop("model_type")
-    values |= {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if (values["vocab_size"] or 0) < vocab_size:
+        raise ConfigError(
+            f"model.overrides: vocab_size={values['vocab_size']}, but the tokenizer has {vocab_size} tokens; expected as "
+            "many or more"
+        )
     try:
         _check_known(AutoConfig.for_model(family), cfg.overrides, {})
         return AutoConfig.for_model(family, **values)
