@@ -345,7 +345,7 @@ def _scratch_config(cfg: schema.ModelConfig, *, vocab_size: int) -> PreTrainedCo
         raise ConfigError(f"{key}: {said}")
     if decided := sorted(_OF_THE_TOKENIZER & cfg.overrides.keys()):
         raise ConfigError(f"model.overrides: {decided[0]} of a new model is its tokenizer's; leave it out")
-    tokens = {"vocab_size": vocab_size, **dict.fromkeys(sorted(_OF_THE_TOKENIZER))}
+    tokens: dict[str, Any] = {"vocab_size": vocab_size, **dict.fromkeys(sorted(_OF_THE_TOKENIZER))}
     values = tokens | config_json(cfg)
     family = values.pop("model_type")
     if (values["vocab_size"] or 0) < vocab_size:
