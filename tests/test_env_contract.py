@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from whet.envs.env import (
     as_messages,
     as_step,
 )
+from whet.envs.host import _guard
 from whet.envs.hosts import EnvHosts
 from whet.guard.processes import until
 from whet.rollout.episode import MOST_CHATS, play_groups
@@ -907,6 +909,32 @@ def test_a_host_that_stops_is_replaced(
     os.kill(pid, signal.SIGSTOP)
     assert play(hosts.make) == clean
     assert hosts.restarts == 1
+
+
+@pytest.mark.parametrize(("computes", "looks"), [(False, 3), (True, 1)])
+def test_a_machine_that_stands_still_is_nobody_s_hold_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, computes: bool, looks: int
+) -> None:
+    """The thread that watches a loop sleeps for 5 s in place of 0.25 s, twice. Where the process computes meanwhile, its
+    code holds the interpreter; else the process stood still, and only the third look tells."""
+    pauses, now, used = iter([5.0, 5.0, 0.25]), 0.0, 0.0
+
+    def sleep(asked: float) -> None:
+        nonlocal now, used
+        pause = next(pauses)
+        now, used = now + pause, used + pause * computes
+
+    clocks = SimpleNamespace(sleep=sleep, monotonic=lambda: now, process_time=lambda: used)
+    monkeypatch.setattr("whet.envs.host.time", clocks)
+    heard: list[str] = []
+    guarded = SimpleNamespace(
+        clock=SimpleNamespace(now=print, quiet_s=60.0),
+        timeout_s=1.0,
+        marks=SimpleNamespace(on_loop=7),
+        say=lambda kind, *what: heard.append(kind),
+    )
+    _guard(guarded, SimpleNamespace(call_soon_threadsafe=print))  # type: ignore[arg-type]
+    assert heard == ["beat"] * looks + ["hung"]
 
 
 def test_hosts_that_die_in_a_row_end_the_run(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
