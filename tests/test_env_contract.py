@@ -915,8 +915,8 @@ def test_a_host_that_stops_is_replaced(
 def test_a_machine_that_stands_still_is_nobody_s_hold_of_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, computes: bool, looks: int
 ) -> None:
-    """The thread that watches a loop sleeps for 5 s in place of 0.25 s, twice. Where the process computes meanwhile, its
-    code holds the interpreter; else the process stood still, and only the third look tells."""
+    """The thread that watches a loop sleeps for 5 s in place of 0.25 s, twice. Where the process computes meanwhile,
+    its code holds the interpreter; else the process stood still, and only the third look tells."""
     pauses, now, used = iter([5.0, 5.0, 0.25]), 0.0, 0.0
 
     def sleep(asked: float) -> None:

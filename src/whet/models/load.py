@@ -350,8 +350,8 @@ def _scratch_config(cfg: schema.ModelConfig, *, vocab_size: int) -> PreTrainedCo
     family = values.pop("model_type")
     if (values["vocab_size"] or 0) < vocab_size:
         raise ConfigError(
-            f"model.overrides: vocab_size={values['vocab_size']}, but the tokenizer has {vocab_size} tokens; expected as "
-            "many or more"
+            f"model.overrides: vocab_size={values['vocab_size']}, but the tokenizer has {vocab_size} tokens; "
+            "expected as many or more"
         )
     try:
         _check_known(AutoConfig.for_model(family), cfg.overrides, {})
