@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -294,6 +296,29 @@ def test_save_and_load_go_on_to_the_bit(tmp_path: Path) -> None:
     for made in (a, b):
         made.update(batch, pg_loss)
     assert all(torch.equal(p, q) for p, q in zip(a.module.parameters(), b.module.parameters()))
+
+
+def test_a_save_holds_the_whole_tensors_of_one_file_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is gathered is a copy, as where ranks have parts: of weights it is gone when moments are gathered."""
+    made = engine(CUT, lr=1e-2)
+    made.update(weighted(), pg_loss)
+    copies: list[list[weakref.ref[torch.Tensor]]] = []
+    alive: list[int] = []
+
+    def gathered(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        alive.append(sum(ref() is not None for of_file in copies for ref in of_file))
+        copies.append([])
+        for name, tensor in named:
+            copy = tensor.clone()
+            copies[-1].append(weakref.ref(copy))
+            yield name, copy
+
+    monkeypatch.setattr(made.across, "gathered", gathered)
+    made.save(tmp_path)
+    assert [len(of_file) > 3 for of_file in copies] == [True, True]
+    assert alive == [0, 0]
 
 
 def test_weights_of_another_model_or_damaged_are_refused(tmp_path: Path) -> None:

@@ -216,14 +216,14 @@ class TorchEngine:
     def save(self, path: Path, *, moments: bool = True) -> None:
         """Write `model.safetensors` and, with an optimizer, `optimizer.safetensors` into the folder `path`.
 
-        Without `moments` the latter has the schedule's place and master weights alone. Tensors are gathered one at a
-        time; one rank writes.
+        Without `moments` the latter has the schedule's place and master weights alone. One rank writes, file by file.
         """
         path.mkdir(parents=True, exist_ok=True)
         for file, named, metadata in self.files(moments=moments):
             tensors = {name: t.cpu() for name, t in self.across.gathered(named) if self.across.writes}
             if self.across.writes:
                 write(tensors, path / file, metadata)
+            tensors.clear()  # before those of the next file are gathered
 
     def capture(self, *, moments: bool = True) -> Callable[[Path], None]:
         """What `save` does, in two parts: a copy of all of it in the host's memory now, and the function that writes
