@@ -67,8 +67,10 @@ def test_what_the_policy_that_learns_decides_does_not_depend_on_the_micro_batche
     one, many = run("one"), run("many", micro_batch_rollouts=1)
     for a, b in zip(one, many, strict=True):
         if "weight_normalize" in str(algorithm):
-            assert a["train/weight"] == pytest.approx(1, abs=0.05), "the mean over tokens, not over rollouts"
-            assert a["train/weight"] == pytest.approx(b["train/weight"], rel=1e-5)
+            assert a["train/importance_weight"] == pytest.approx(1, abs=0.05), (
+                "the mean over tokens, not over rollouts"
+            )
+            assert a["train/importance_weight"] == pytest.approx(b["train/importance_weight"], rel=1e-5)
         else:
             assert 0 < a["train/rejected_frac"] < 2 / 3, "nothing in the first of the three epochs"
             assert a["train/rejected_frac"] == b["train/rejected_frac"]

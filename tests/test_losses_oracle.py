@@ -391,7 +391,9 @@ def test_a_part_of_the_loss_is_the_loss_of_the_part(case: Case) -> None:
 @pytest.mark.parametrize("case", LAWFUL, ids=LAWFUL_NAMES)
 def test_stats_are_one_number_a_token_without_gradient(case: Case) -> None:
     batch, logp = noisy(2, spread=0.4)
-    for name, x in over(case, batch, logp)(batch, Outputs(logp_N=logp)).stats.items():
+    stats = over(case, batch, logp)(batch, Outputs(logp_N=logp)).stats
+    assert not stats.keys() & {"logp", "weight", "loss"}, "the record of a batch has these of every loss"
+    for name, x in stats.items():
         assert not x.requires_grad, name
         assert len(x) == batch.tokens, name
         assert x.is_floating_point(), name

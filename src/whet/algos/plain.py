@@ -86,8 +86,9 @@ def _reinforce_is(
 ) -> Loss:
     logp_N = need(out.logp_N, "outputs.logp_N")
     weight_N, raw_N = weigh(batch, logp_N.detach())
-    stats = {"weight": weight_N / mean, "clip_frac": (weight_N != raw_N).to(weight_N.dtype)}
-    loss_N = -stats["weight"] * need(batch.adv_N, "batch.adv_N") * logp_N
+    weight_N, outside_N = weight_N / mean, weight_N != raw_N
+    loss_N = -weight_N * need(batch.adv_N, "batch.adv_N") * logp_N
+    stats = {"importance_weight": weight_N, "clip_frac": outside_N.to(weight_N.dtype)}
     return Loss(sampled(batch, loss_N), stats | drift(batch, out))
 
 
