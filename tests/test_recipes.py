@@ -21,7 +21,7 @@ from whet.algos.advantages import ADVANTAGES, grpo, token_rewards, whiten
 from whet.algos.aggregate import AGGREGATIONS
 from whet.algos.losses import LOSSES
 from whet.algos.recipes import Algorithm, build
-from whet.batch import Outputs
+from whet.batch import Loss, Outputs
 from whet.config import functions, keys, schema
 from whet.config.recipes import RECIPES, Resolved, resolve
 from whet.types import ConfigError, WhetError
@@ -373,6 +373,12 @@ def pair(batch, out):
 def counted(batch, out):
     return Loss(-batch.adv_N * out.logp_N, {"mine": 1.0})
 
+def named(batch, out, *, stat):
+    return Loss(-batch.adv_N * out.logp_N, {stat: out.logp_N.detach()})
+
+def unmasked(batch, out):
+    return Loss(-out.logp_N)
+
 number = 3
 """
 
@@ -446,6 +452,44 @@ def test_a_loss_of_the_wrong_shape_is_refused_with_what_was_expected(mine: str, 
     ):
         with pytest.raises(WhetError, match=rf"must return whet\.batch\.Loss.* of shape \(3,\).*{got}"):
             loss(batch, Outputs(logp_N=logp_now(batch)))
+
+
+def test_a_statistic_of_a_users_loss_has_a_name_of_its_own(mine: str) -> None:
+    """Every train/NAME of docs/metrics.md that no built-in loss reports is a number of the run itself."""
+    page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`train/([a-z0-9_]+)`", page))
+    of_losses = {"clipped", "covariance", "demonstration", "plain", "preference", "rec", "sequence", "ratios"}
+    texts = [inspect.getsource(sys.modules[f"whet.algos.{module}"]) for module in of_losses]
+    taken = {name for name in named if not any(f'"{name}"' in text for text in texts)}
+    assert {"loss", "grad_norm", "kl_loss_nats", "mismatch_max_nats"} < taken
+    assert {"ratio_max", "importance_weight", "masked_frac"} <= named - taken
+    batch = make_batch([["paa"]], [1.0])
+    batch = replace(batch, adv_N=batch.mask_N.double())
+
+    def run(stat: str) -> Loss:
+        cfg = schema.AlgorithmConfig(loss={"name": f"{mine}:named", "stat": stat})
+        algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=20)
+        return algorithm.loss(batch, Outputs(logp_N=logp_now(batch)))
+
+    for stat in [*taken, "weight", "logp", "expert_nll_nats"]:
+        with pytest.raises(WhetError, match=rf"stats\['{stat}'\] has the name of a number of the run"):
+            run(stat)
+    for stat in ("hits_count", "tokens_sum", "ratio_min"):
+        with pytest.raises(WhetError, match=rf"stats\['{stat}'\] is reported as a mean"):
+            run(stat)
+    assert run("ratio_max").stats.keys() == {"ratio_max"}
+
+
+def test_a_users_loss_that_masks_nothing_leaves_the_demonstrations_of_a_mix_alone(mine: str) -> None:
+    algorithm = made("mix", loss=f"{mine}:unmasked")
+    batch = ragged(3)
+    batch = algorithm.advantage(replace(batch, expert_R=torch.arange(batch.rollouts) % 4 == 3), 0.0)
+    batch = replace(batch, weight_N=algorithm.weights(batch, 1))
+    assert batch.expert_R is not None
+    logp_N = logp_now(batch)
+    loss_N = algorithm.loss(batch, Outputs(logp_N=logp_N, entropy_N=torch.zeros_like(logp_N))).loss_N
+    (gradient_N,) = torch.autograd.grad(loss_N.sum(), logp_N)
+    assert torch.equal(gradient_N, -batch.mask_N.double()), "each token once: in its own part of the mix"
 
 
 def test_the_worked_functions_of_the_docs_run_by_hand(tmp_path: Path) -> None:

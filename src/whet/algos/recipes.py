@@ -22,6 +22,7 @@ from whet.algos.implicit import model_loss
 from whet.algos.kl import adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.preference import Forward
+from whet.algos.ratios import sampled
 from whet.algos.resample import RESAMPLE, counts
 from whet.algos.segments import need
 from whet.algos.terms import Totals
@@ -293,6 +294,26 @@ def _taken(function: Callable[..., object], chosen: Chosen) -> dict[str, Any]:
     return {name: value for name, value in chosen.settings.items() if name in _keywords(function)}
 
 
+_OF_THE_RUN = frozenset(
+    "loss logp weight optimizer_step lr grad_norm skipped_steps loss_scale version skipped_rollouts_frac "
+    "skipped_tokens_frac staleness_mean replayed_groups mtp_loss router_aux router_max_load router_z entropy_nats "
+    "entropy_coef kl_loss_nats kl_reference_nats kl_coef rejected_frac mu reprompted_frac reprompt_overlong".split()
+)
+"""Numbers of an update, or of a recorded batch, that a statistic of the same name would replace, or be replaced by."""
+
+
+def _misnamed(key: str) -> str | None:
+    """Why a statistic of the user's loss cannot have this name."""
+    if key in _OF_THE_RUN or key.startswith(("mismatch_", "expert_")):
+        return "has the name of a number of the run"
+    words = key.split("_")
+    if words[-1] in ("count", "sum") or "min" in words:  # `track.metrics.merge` goes by such names
+        return (
+            "is reported as a mean over the update, and would be added up, or the smallest taken, over a step"
+        )
+    return None
+
+
 def _own_loss(function: Callable[..., object], name: str, batch: Batch, out: Outputs) -> Loss:
     """A loss of the user's, if it is one number a token: any other shape would be broadcast, and mean something else in
     every micro-batch."""
@@ -312,7 +333,10 @@ def _own_loss(function: Callable[..., object], name: str, batch: Batch, out: Out
                 if not (isinstance(x, Tensor) and x.dim() == 1):
                     got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                     raise WhetError(f"{wants}; stats[{key!r}] must be [tokens] or [rollouts], got {got}.")
-            return Loss(loss_N, stats)
+                if why := _misnamed(key):
+                    raise WhetError(f"{wants}; stats[{key!r}] {why}: give it another name.")
+            # in a mix the other tokens are those of demonstrations, whose weights are those of their own loss
+            return Loss(sampled(batch, loss_N), stats)
         case Tensor() as x:
             raise WhetError(f"{wants}; got a bare tensor of shape {tuple(x.shape)}: return Loss(loss_N).")
         case other:
