@@ -379,6 +379,26 @@ def named(batch, out, *, stat):
 def unmasked(batch, out):
     return Loss(-out.logp_N)
 
+def sampled_alike(batch, *, kind):
+    made = {"bool": batch.mask_N, "int": batch.mask_N.long(), "half": batch.mask_N.half()}
+    learned = torch.ones(batch.tokens, dtype=torch.float64, requires_grad=True)
+    return made.get(kind, learned * batch.mask_N), None
+
+def centred(batch):
+    reward_R = batch.reward_R
+    reward_R -= reward_R.mean()
+    return reward_R[batch.rollout_N] * batch.mask_N, None
+
+def positive(batch, out):
+    return Loss(-batch.adv_N.clamp_(min=0) * out.logp_N)
+
+def lowered(batch, out):
+    out.logp_N.detach().clamp_(min=-1)
+    return Loss(-batch.adv_N * out.logp_N)
+
+def weigh(batch, log_N):
+    return log_N.exp_()
+
 number = 3
 """
 
@@ -452,6 +472,36 @@ def test_a_loss_of_the_wrong_shape_is_refused_with_what_was_expected(mine: str, 
     ):
         with pytest.raises(WhetError, match=rf"must return whet\.batch\.Loss.* of shape \(3,\).*{got}"):
             loss(batch, Outputs(logp_N=logp_now(batch)))
+
+
+@pytest.mark.parametrize("kind", ["bool", "int", "half", "grad"])
+def test_an_advantage_of_any_dtype_is_a_constant_number_a_token(mine: str, kind: str) -> None:
+    """Of bool the loss's minus sign is an error, and a graph would be followed back once for each micro-batch."""
+    cfg = schema.AlgorithmConfig(advantage={"name": f"{mine}:sampled_alike", "kind": kind})
+    algorithm = build(cfg, critic=schema.CriticConfig(), max_tokens=20)
+    batch = algorithm.advantage(make_batch([["paa", "pa"]], dtype=torch.float32), 0.0)
+    assert batch.adv_N is not None
+    assert batch.adv_N.dtype == torch.float32
+    assert batch.adv_N.tolist() == [0, 1, 1, 0, 1]
+    logp_N = logp_now(batch)
+    for _ in range(2):
+        algorithm.loss(batch, Outputs(logp_N=logp_N)).loss_N.sum().backward()
+
+
+def test_what_a_function_of_the_users_is_given_is_not_changed_in_place(mine: str) -> None:
+    """A batch that is one micro-batch would be another one in the next optimizer step, one that is cut would not."""
+    batch = make_batch([["paa", "pa"]], [1.0, 2.0])
+    batch = replace(batch, adv_N=batch.mask_N.double())
+    outputs = Outputs(logp_N=logp_now(batch))
+    weighed = made("grpo", correction=schema.CorrectionConfig(weight=f"{mine}:weigh"))
+    for call, what in (
+        (lambda: made("grpo", advantage=f"{mine}:centred").advantage(batch, 0.0), r"batch\.reward_R"),
+        (lambda: made("grpo", loss=f"{mine}:positive").loss(batch, outputs), r"batch\.adv_N"),
+        (lambda: made("grpo", loss=f"{mine}:lowered").loss(batch, outputs), r"outputs\.logp_N"),
+        (lambda: weighed.correct(batch, 0), "log_N"),
+    ):
+        with pytest.raises(WhetError, match=rf"has changed {what} in place.*a copy, e\.g\. {what}\.clone"):
+            call()
 
 
 def test_a_statistic_of_a_users_loss_has_a_name_of_its_own(mine: str) -> None:

@@ -274,14 +274,37 @@ _WEIGHT = "correction.weight"
 def _own_weight(
     function: Callable[..., object], name: str, batch: Batch, log_N: Tensor
 ) -> tuple[Tensor, None]:
-    match function(batch, log_N):
+    match _called(f"{_WEIGHT} {name!r}", function, batch, log_N=log_N):
         case Tensor() as weight_N if weight_N.shape == log_N.shape:
-            return weight_N, None
+            return weight_N.detach(), None
         case other:
             got = f"shape {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
     raise WhetError(
         f"{_WEIGHT} {name!r} must return one weight a token, shape {tuple(log_N.shape)}; got {got}."
     )
+
+
+def _called(what: str, function: Callable[..., object], batch: Batch, **more: Outputs | Tensor) -> object:
+    """What a function of the user's returns. WhetError if it has changed a tensor that it was given: other optimizer
+    steps read the same tensor, or copies of it, as the batch is cut."""
+    held = {
+        f"{name}.{field}": x for name, of in {"batch": batch, **more}.items() for field, x in _tensors(of)
+    }
+    before = {name: x._version for name, x in held.items()}
+    result = function(batch, *more.values())
+    for name, x in held.items():
+        if x._version != before[name]:
+            raise WhetError(
+                f"{what} has changed {name.rstrip('.')} in place, which the run goes on reading: let it change a copy, "
+                f"e.g. {name.rstrip('.')}.clone()."
+            )
+    return result
+
+
+def _tensors(given: Batch | Outputs | Tensor) -> list[tuple[str, Tensor]]:
+    if isinstance(given, Tensor):
+        return [("", given)]
+    return [(name, x) for name, x in vars(given).items() if isinstance(x, Tensor)]
 
 
 def _keywords(function: Callable[..., object]) -> set[str]:
@@ -318,7 +341,7 @@ def _own_loss(function: Callable[..., object], name: str, batch: Batch, out: Out
     """A loss of the user's, if it is one number a token: any other shape would be broadcast, and mean something else in
     every micro-batch."""
     wants = f"loss {name!r} must return whet.batch.Loss(loss_N, stats), loss_N of shape ({batch.tokens},)"
-    match function(batch, out):
+    match _called(f"loss {name!r}", function, batch, outputs=out):
         case Loss(loss_N=Tensor() as loss_N, stats=dict() as stats):
             if loss_N.shape != batch.mask_N.shape:
                 raise WhetError(
@@ -393,8 +416,9 @@ def _own_settings(
 def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch, kl_coef: float) -> Batch:
     batch = own(entire)
     reward_N = token_rewards(batch, kl_coef=kl_coef, estimator=r.reward_kl.estimator)
-    takes_rewards = "reward_N" in _keywords(function)
-    result = function(batch, reward_N=reward_N) if takes_rewards else function(batch)
+    if "reward_N" in _keywords(function):
+        function = partial(function, reward_N=reward_N)
+    result = _called(f"advantage {r.advantage!r}", function, batch)
     adv_N, return_N = _checked(result, batch, name=r.advantage)
     if r.whiten:
         adv_N = whiten(adv_N, batch.mask_N, ddof=r.whiten_ddof)
@@ -426,11 +450,16 @@ def _resampled(r: Resolved, batch: Batch, stream: int, groups: int) -> Batch:
 
 
 def _checked(result: object, batch: Batch, *, name: str) -> tuple[Tensor, Tensor | None]:
-    """What an advantage returned, if it is one number a token; the function may be the user's own."""
+    """What an advantage returned, if it is one number a token; the function may be the user's own. Any dtype will do:
+    True is 1. It is a constant to the loss."""
+
+    def plain(x: Tensor) -> Tensor:
+        return x.detach().to(batch.reward_R.dtype)
+
     match result:
         case (Tensor() as adv_N, (Tensor() | None) as return_N):
             if all(x is None or x.shape == batch.mask_N.shape for x in (adv_N, return_N)):
-                return adv_N, return_N
+                return plain(adv_N), None if return_N is None else plain(return_N)
     parts = result if isinstance(result, tuple) else (result,)
     got = ", ".join(
         f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ if x is not None else "None"
