@@ -362,6 +362,21 @@ def test_any_cut_gives_the_same_gradient_in_float32(case: Case, mode: str) -> No
         torch.testing.assert_close(gradient(sizes), whole, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", [*OVER_MINIBATCH, LAWFUL[-1]], ids=[*NAMES[len(CASES) :], "clip_cov"])
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_tokens_without_a_weight_change_nothing_of_the_others(case: Case, seed: int) -> None:
+    """Of rollouts that count 0 times (groups.truncated=mask), or rejected: as if they were not there."""
+    batch, logp = noisy(seed, spread=0.5)
+    counts = torch.arange(batch.rollouts) % 3 > 0
+    batch = replace(batch, count_R=counts.double())
+    batch = replace(batch, weight_N=weights(batch, "token-mean", norm_tokens=8))
+    rest, at = select(batch, counts.nonzero().flatten()), counts[batch.rollout_N]
+    one = over(case, batch, logp)(batch, Outputs(logp_N=logp)).loss_N[at]
+    two = over(case, rest, logp[at])(rest, Outputs(logp_N=logp[at])).loss_N
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("case", KINDS, ids=LAWFUL_NAMES)
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6), order=st.integers(0, 10**6))

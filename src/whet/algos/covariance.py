@@ -1,9 +1,10 @@
 """Policy losses that treat the tokens with the largest covariance of advantage and log-prob separately.
 
 Such tokens reduce the entropy (arXiv:2505.22617). The choice depends on the whole minibatch: means, k largest values,
-random numbers. It is made once, before the minibatch is split, as a few numbers to compare every token of any
-part with (`Picks`); so the split changes nothing. The random numbers are functions of a rollout's tokens and of the
-position in it: no state, and the same in any order. Shape letters: N tokens, R rollouts, M sampled.
+random numbers. It is made once, before the minibatch is split, as a few numbers to compare every token of any part with
+(`Picks`); so the split changes nothing. Tokens without a weight in the loss have no part in it. The random numbers are
+functions of a rollout's tokens and of the position in it: no state, and the same in any order. Shape letters: N tokens,
+R rollouts, M sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from whet import seeds
 from whet.algos.clipped import clipped_surrogate
 from whet.algos.ratios import drift, log_ratio, ratio, sampled
-from whet.algos.segments import need
+from whet.algos.segments import counted_N, need
 from whet.batch import Batch, Loss, LossFn, Outputs
 
 
@@ -41,7 +42,7 @@ class Picks:
         picked_N = (cov_N > self.low) & (cov_N < self.high) & (luck_N(batch) <= self.luck)
         if self.beyond:
             picked_N = picked_N | (cov_N >= self.high)
-        return picked_N & batch.mask_N
+        return picked_N & counted_N(batch)
 
 
 def clip_cov(
@@ -139,14 +140,15 @@ def _kl_cov(picks: Picks, ppo_kl_coef: float, batch: Batch, out: Outputs) -> Los
 
 
 def largest(minibatch: Batch, logp_N: Tensor, *, count: int) -> Picks:
-    """The `count` sampled tokens with the largest covariance; among equal ones luck decides.
+    """The `count` tokens with the largest covariance; among equal ones luck decides.
 
     The band around the last value reaches half way to the values next to it, so that rounding, which may differ
     between two passes over the same tokens, moves no token over its edge.
     """
     means = _means(minibatch, logp_N)
     cov_N = covariance(minibatch, logp_N, adv_mean=means[0], logp_mean=means[1])
-    cov_M, luck_M = cov_N[minibatch.mask_N], luck_N(minibatch)[minibatch.mask_N]
+    at_N = counted_N(minibatch)
+    cov_M, luck_M = cov_N[at_N], luck_N(minibatch)[at_N]
     if len(cov_M) == 0:
         return Picks(*means, low=math.inf, high=math.inf, luck=-1.0, beyond=False)
     last = float(cov_M.sort(descending=True).values[min(count, len(cov_M)) - 1])
@@ -182,12 +184,13 @@ def _uniform(stream_N: Tensor) -> Tensor:
 
 
 def _means(batch: Batch, logp_N: Tensor) -> tuple[float, float]:
-    """Mean advantage and log-prob over the sampled tokens; 0 where there are none."""
-    count = max(int(batch.mask_N.sum()), 1)
-    adv_M = need(batch.adv_N, "batch.adv_N")[batch.mask_N].double()
-    return float(adv_M.sum()) / count, float(logp_N[batch.mask_N].double().sum()) / count
+    """Mean advantage and log-prob over the tokens that count; 0 where there are none."""
+    at_N = counted_N(batch)
+    count = max(int(at_N.sum()), 1)
+    adv_M = need(batch.adv_N, "batch.adv_N")[at_N].double()
+    return float(adv_M.sum()) / count, float(logp_N[at_N].double().sum()) / count
 
 
 def _share(batch: Batch, ratio: float) -> int:
     """So many tokens are a share of the minibatch, at least one."""
-    return max(1, int(ratio * int(batch.mask_N.sum())))
+    return max(1, int(ratio * int(counted_N(batch).sum())))

@@ -6,6 +6,7 @@ Per token, unreduced. Shape letters: N tokens, R rollouts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from whet.algos.correction import bounded, mean_weight, raw_weights
 from whet.algos.ratios import drift, log_ratio, log_ratio_to, ratio, sampled
-from whet.algos.segments import need, sampled_logp_N
+from whet.algos.segments import counted_N, need, sampled_logp_N
 from whet.batch import Batch, Loss, LossFn, Outputs
 
 
@@ -69,7 +70,8 @@ def reinforce_is_over(
     if not weight_normalize:
         return partial(_reinforce_is, weigh, 1.0)
     weight_N, _ = weigh(minibatch, logprobs())
-    mean = mean_weight(minibatch, weight_N.double(), over_rollouts=weight_over != "token")
+    counted = replace(minibatch, mask_N=counted_N(minibatch))
+    mean = mean_weight(counted, weight_N.double(), over_rollouts=weight_over != "token")
     return partial(_reinforce_is, weigh, max(float(mean), 1e-8))
 
 

@@ -317,11 +317,12 @@ def _taken(function: Callable[..., object], chosen: Chosen) -> dict[str, Any]:
     return {name: value for name, value in chosen.settings.items() if name in _keywords(function)}
 
 
-_OF_THE_RUN = frozenset(
-    "loss logp weight optimizer_step lr grad_norm skipped_steps loss_scale version skipped_rollouts_frac "
-    "skipped_tokens_frac staleness_mean replayed_groups mtp_loss router_aux router_max_load router_z entropy_nats "
-    "entropy_coef kl_loss_nats kl_reference_nats kl_coef rejected_frac mu reprompted_frac reprompt_overlong".split()
-)
+_OF_THE_RUN = frozenset([
+    "logp", "weight", "optimizer_step", "loss", "loss_scale", "lr", "grad_norm", "skipped_steps", "version",
+    "staleness_mean", "skipped_rollouts_frac", "skipped_tokens_frac", "replayed_groups", "mtp_loss", "router_aux",
+    "router_max_load", "router_z", "entropy_nats", "entropy_coef", "kl_loss_nats", "kl_reference_nats", "kl_coef",
+    "rejected_frac", "mu", "reprompted_frac", "reprompt_overlong",
+])  # fmt: skip
 """Numbers of an update, or of a recorded batch, that a statistic of the same name would replace, or be replaced by."""
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.algos.covariance import luck_N
 from whet.algos.ratios import drift, log_ratio_to, sampled
-from whet.algos.segments import need, sampled_logp_N
+from whet.algos.segments import counted_N, need, sampled_logp_N
 from whet.batch import Batch, Loss, LossFn, Outputs
 
 
@@ -69,7 +69,7 @@ def trust_region(batch: Batch, log_N: Tensor) -> Tensor:
     still (A > 0), or the other way round. Those without a weight in the loss are none of them."""
     adv_N = need(batch.adv_N, "batch.adv_N")
     on_N = ((adv_N > 0) & (log_N > 0)) | ((adv_N < 0) & (log_N < 0))
-    return batch.mask_N & on_N & (True if batch.weight_N is None else batch.weight_N != 0)
+    return counted_N(batch) & on_N
 
 
 def largest(minibatch: Batch, logp_N: Tensor, *, most: float) -> Cut:

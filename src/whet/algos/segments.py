@@ -34,6 +34,11 @@ def sampled_R(batch: Batch) -> Tensor:
     return batch.sum_R(torch.ones_like(batch.token_ids_N))
 
 
+def counted_N(batch: Batch) -> Tensor:
+    """[N] bool: sampled, with a weight in the loss, where weights are known: not rejected, of a rollout that counts."""
+    return batch.mask_N if batch.weight_N is None else batch.mask_N & (batch.weight_N != 0)
+
+
 def last_sampled_R(batch: Batch) -> Tensor:
     """[R] int64: index into N of each rollout's last sampled token; -1 where there is none."""
     index_N = torch.arange(batch.tokens, device=batch.rollout_N.device)
