@@ -22,6 +22,7 @@ from test_train_torch import CUT, pg_loss, random_groups
 from tiny import VOCAB, tiny_model
 from whet.algos.aggregate import weights
 from whet.algos.distillation import Divergence, TopK
+from whet.algos.groups import mask_shared_prefixes
 from whet.batch import Batch, Loss, Outputs, at_sampled, pack, select
 from whet.config.load import load
 from whet.config.plan import plans
@@ -32,7 +33,7 @@ from whet.models import kernels
 from whet.training.engine import FullKl
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
-from whet.types import ConfigError, DataError, Group, Message, Rollout, Task
+from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, Turn
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 CHAT = (
@@ -67,6 +68,7 @@ def group(
             task=task, index=index, token_ids=[*ids, *reply], mask=[0] * n + [1] * m,
             logprobs=[0.0] * n + [-1.0] * m, sample_logprobs=[0.0] * n + [-1.0] * m,
             versions=[-1] * n + [3] * m, finish_reason="stop", text=text, reward=reward,
+            turns=(Turn(start=n, end=n + m, finish_reason="stop"),),
         )  # fmt: skip
         out.append(rollout)
     return Group(task, tuple(out))
@@ -195,6 +197,18 @@ def test_thoughts_can_be_left_out(tokenizer) -> None:
     assert texts(tokenizer, batch)[1] == "<user>q[yes]<eos><assistant>{no<eos>}"
     batch, _ = reprompted(tokenizer, groups)
     assert "[<think>hm\n</think>\n\nyes]" in texts(tokenizer, batch)[1]
+
+
+@pytest.mark.parametrize("thoughts", [True, False])
+def test_a_prefix_without_a_loss_stays_a_part_of_the_reply(tokenizer, thoughts: bool) -> None:
+    """groups.min_shared_prefix takes the beginnings that right and wrong replies share out of the loss."""
+    whole = group(tokenizer, {"so yes": 1.0, "so no": 0.0}, (Message("user", "q"),))
+    groups = [mask_shared_prefixes(whole, 3)]
+    batch, _ = reprompted(tokenizer, groups, thoughts=thoughts, own_success=True)
+    assert texts(tokenizer, batch) == [
+        "<user>q[so yes]<eos><assistant>so {yes<eos>}",
+        "<user>q[so yes]<eos><assistant>so {no<eos>}",
+    ]
 
 
 def test_a_column_is_shown_also_where_no_reply_is_right(tokenizer) -> None:

@@ -65,7 +65,7 @@ class Reprompter:
         return rollout.reward is not None and rollout.reward >= self.cfg.success_reward
 
     def _fits(self, prompt: Sequence[int], rollout: Rollout) -> bool:
-        reply = len(rollout.strand.token_ids) - rollout.strand.prompt_tokens
+        reply = len(rollout.strand.token_ids) - _begin(rollout.strand)
         return len(prompt) <= self.cfg.max_prompt_tokens and (
             self.positions is None or len(prompt) + reply <= self.positions
         )
@@ -97,7 +97,7 @@ class Reprompter:
             return begun + rollout.text
         codec = self.codec.of(rollout.task.chat_template_kwargs)
         strand = rollout.strand
-        said = strand.token_ids[strand.mask].tolist()
+        said = strand.token_ids[_begin(strand) :].tolist()
         if said and said[-1] in codec.ends:
             del said[-1]
         return codec.parse_reply(said, rollout.task.tools, begun).content
@@ -150,9 +150,15 @@ def _rewritten(task: Task, template: str, values: Mapping[str, str]) -> Prompt:
     return (*task.prompt[:at], Message("user", text), *task.prompt[at + 1 :])
 
 
+def _begin(strand: Strand) -> int:
+    """Its first token after the prompt. The first ones of a reply may have no loss (groups.min_shared_prefix), as those
+    of the prompt."""
+    return strand.turns[0].start if strand.turns else strand.prompt_tokens
+
+
 def _after(rollout: Rollout, prompt: Sequence[int]) -> Rollout:
     """The rollout's tokens after another prompt."""
-    strand, begin, n = rollout.strand, rollout.strand.prompt_tokens, len(prompt)
+    strand, begin, n = rollout.strand, _begin(rollout.strand), len(prompt)
     zeros = np.zeros(n, np.float32)
     moved = Strand(
         token_ids=np.concatenate([np.array(prompt, np.int32), strand.token_ids[begin:]]),
