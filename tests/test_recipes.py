@@ -229,6 +229,14 @@ def test_kl_in_the_reward_needs_old_logprobs_even_without_a_ratio() -> None:
     assert made("rloo", reward_kl=schema.RewardKlConfig(coef=0.1)).needs_old(False)
 
 
+@pytest.mark.parametrize("estimator", ["corrected_k3", "unbiased_k3", "k3"])
+def test_a_kl_with_a_ratio_needs_old_logprobs_even_beside_a_loss_without_one(estimator: str) -> None:
+    """Else its r = pi / pi_old would be that to an engine which computes differently, or is of an older version."""
+    algorithm = made("rloo", kl=schema.KlConfig(coef=0.1, estimator=estimator))
+    assert algorithm.needs_old(False) == (estimator != "k3")
+    assert not algorithm.needs_old(True)
+
+
 @pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.kind == "online" and n not in PAIRS])
 def test_a_whole_online_step(name: str) -> None:
     """Advantage, weights, loss, gradient: finite, only at sampled tokens, and towards what was rewarded."""

@@ -19,7 +19,7 @@ from whet.algos.demonstration import among_experts, mixed, mixed_weights, mu_at,
 from whet.algos.distillation import KL, OF_ENGINE, Divergence, over_tokens
 from whet.algos.entropy import EntropyControl
 from whet.algos.implicit import model_loss
-from whet.algos.kl import adapt, mean_kl
+from whet.algos.kl import RATIO_ESTIMATORS, adapt, mean_kl
 from whet.algos.losses import LOSSES, LOSSES_OVER, regularized
 from whet.algos.preference import Forward
 from whet.algos.ratios import sampled
@@ -121,6 +121,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         in_reward
         or "old" in r.needs
         or (r.ratio and r.anchor == "old")
+        or (r.kl.coef > 0 and r.kl.estimator in RATIO_ESTIMATORS)
         or ":" in r.loss
         or ":" in r.advantage
     )

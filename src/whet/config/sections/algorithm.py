@@ -203,7 +203,8 @@ class AlgorithmConfig(Section):
     computes differently."""
     old_logprobs: Literal["auto", "sampled", "recompute"] = "auto"
     """Denominator of the ratio: the engine's own log-probs (sampled), or log-probs that the trainer computes before the
-    update (recompute). auto: sampled in exact mode (both are equal bit for bit), else recompute."""
+    update (recompute). auto: recompute, but sampled in exact mode (both are equal bit for bit) and where only
+    metrics read them."""
     dynamic_sampling: bool | None = None
     """Dynamic sampling (DAPO): drop groups whose rewards are all equal and sample more tasks. (verl:
     filter_groups.enable) Default: the recipe's."""
