@@ -550,6 +550,41 @@ def test_a_users_loss_that_masks_nothing_leaves_the_demonstrations_of_a_mix_alon
     assert torch.equal(gradient_N, -batch.mask_N.double()), "each token once: in its own part of the mix"
 
 
+@pytest.mark.parametrize("name", ["dpo", "online_dpo", "kto", "self_play"])
+def test_a_users_loss_in_a_recipe_on_pairs_or_replies_is_averaged_as_the_user_says(
+    mine: str, name: str
+) -> None:
+    def found(**keys: Any) -> Resolved:
+        return resolve(schema.AlgorithmConfig(name=name, loss=f"{mine}:unmasked", **keys))
+
+    assert found().loss_agg_mode == RECIPES[name].loss_agg_mode
+    assert found(loss_agg_mode="token-mean").loss_agg_mode == "token-mean"
+    assert found(loss_agg_mode="token-mean").pairs == found().pairs
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"entropy_coef": 0.1},
+        {"positive_nll_coef": 0.1},
+        {"correction": {"weight": "token"}},
+        {"resample": "pow"},
+        {"groups": {"keep_best": 2}},
+    ],
+    ids=str,
+)
+def test_what_reads_every_token_is_refused_beside_a_users_loss_with_one_number_a_pair(
+    mine: str, keys: dict[str, Any]
+) -> None:
+    """It would act at the one token of each pair that has a weight, or, as counts and keep_best, nowhere."""
+    loss = f"{mine}:unmasked"
+    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(keys))}.*(pair|compares)"):
+        check_algorithm("online_dpo", loss=loss, **keys)
+    if "groups" not in keys:
+        check_algorithm("online_dpo", loss=loss, loss_agg_mode="token-mean", **keys)
+    check_algorithm("grpo", loss=loss, **keys)
+
+
 def test_the_worked_functions_of_the_docs_run_by_hand(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
     path = tmp_path / "worked.py"

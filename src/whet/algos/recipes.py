@@ -135,7 +135,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
         estimator=r.kl.estimator,
         entropy_own_mean=r.entropy_own_mean,
         positive_nll_coef=r.positive_nll_coef,
-        one_per="pair" if r.pairs else "reply" if r.whole_replies else "token",
+        one_per="pair" if r.loss_agg_mode == "pair-mean" else "reply" if r.whole_replies else "token",
         reject=_reject(r),
     )
     return Algorithm(
@@ -224,7 +224,10 @@ def _loss_of(
         logprobs = partial(forward, minibatch, "logprobs")
         policy = over(own(minibatch), logprobs, **_taken(over, r.settings["loss"]))
     own_means = (
-        r.entropy_own_mean or r.positive_nll_coef > 0 or r.whole_replies or (r.pairs and r.kl.coef > 0)
+        r.entropy_own_mean
+        or r.positive_nll_coef > 0
+        or r.whole_replies
+        or (r.loss_agg_mode == "pair-mean" and r.kl.coef > 0)
     )
     totals = Totals.of(minibatch) if own_means else None
     share = _share(r, step=step)

@@ -154,7 +154,7 @@ def _put_together(cfg: AlgorithmConfig, recipe: Recipe) -> Resolved:
         "advantage": settings["advantage"].name,
         "loss": settings["loss"].name,
         "settings": settings,
-        "loss_agg_mode": _aggregation(loss, str(pick("loss_agg_mode"))),
+        "loss_agg_mode": _aggregation(settings["loss"], str(pick("loss_agg_mode"))),
         "whiten": bool(pick("whiten")),
         "whiten_ddof": 0 if cfg.whiten == "population" else 1,
         "groups": _groups(cfg, recipe.kind, extremes=loss.pairs and not _neighbours(settings["loss"])),
@@ -177,8 +177,12 @@ def _put_together(cfg: AlgorithmConfig, recipe: Recipe) -> Resolved:
     return Resolved(**{**as_given, **found})
 
 
-def _aggregation(loss: LossEntry, picked: str) -> str:
-    """A loss of one number a pair or a reply is averaged over these."""
+def _aggregation(made: Chosen, picked: str) -> str:
+    """A loss of one number a pair or a reply is averaged over these; one of the user's as they say, or as the recipe
+    has it."""
+    if made.is_own:
+        return picked
+    loss = LOSSES[made.name]
     return "pair-mean" if loss.pairs else "seq-mean-token-sum" if loss.whole_replies else picked
 
 
