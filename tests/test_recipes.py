@@ -407,6 +407,9 @@ def lowered(batch, out):
 def weigh(batch, log_N):
     return log_N.exp_()
 
+def late_only(batch, log_N):
+    return (batch.position_N > 1).double()
+
 number = 3
 """
 
@@ -510,6 +513,17 @@ def test_what_a_function_of_the_users_is_given_is_not_changed_in_place(mine: str
     ):
         with pytest.raises(WhetError, match=rf"has changed {what} in place.*a copy, e\.g\. {what}\.clone"):
             call()
+
+
+@pytest.mark.parametrize(("denominator", "share"), [("kept", 1), ("all", 1 / 2)])
+def test_tokens_to_which_a_users_function_gives_no_weight_are_counted_as_said(
+    mine: str, denominator: str, share: float
+) -> None:
+    correction = {"weight": f"{mine}:late_only", "denominator": denominator}
+    check_algorithm("grpo", correction=correction)
+    algorithm = made("grpo", correction=correction)
+    batch, _ = algorithm.correct(make_batch([["paa"]]), 0)
+    assert algorithm.weights(batch, 1).tolist() == [0, 0 if denominator == "kept" else share, share]
 
 
 def test_a_statistic_of_a_users_loss_has_a_name_of_its_own(mine: str) -> None:

@@ -32,6 +32,9 @@ def _tools_outlast_step(cfg: Config) -> bool:
 
 _COMPUTED: dict[str, Fact] = {
     "own_function": lambda cfg, algorithm: ":" in algorithm.advantage + algorithm.loss,
+    "own_weight": lambda cfg, algorithm: (
+        (chosen := algorithm.settings.get("correction.weight")) is not None and chosen.is_own
+    ),
     "needs_greedy_reply": lambda cfg, algorithm: "baseline" in algorithm.needs,
     "optimizer_steps": lambda cfg, algorithm: cfg.train.minibatches * cfg.train.update_epochs,
     "ranks": lambda cfg, algorithm: world(cfg.train.parallel),
