@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 
 from test_groups import group, rollout
 from test_learning import learn
-from whet.algos.groups import by_mean_reward
-from whet.types import ConfigError, Group
+from whet.algos.groups import by_mean_reward, mask_shared_prefixes
+from whet.types import ConfigError, Group, Rollout, Turn
 
 
 def of(*rewards: float, tokens: int = 3) -> Group:
@@ -39,6 +40,20 @@ def test_a_reply_at_the_limit_puts_its_group_behind() -> None:
     groups = [of(1.0, 0.0, tokens=5), of(1.0, 0.0, tokens=4), of(1.0, 0.0)]
     assert chosen(groups, 2, longest=5) == ([2, 0], [1]), "4 of 5 tokens are within a token of it"
     assert chosen(groups, 2, longest=6) == ([1, 2], [0])
+
+
+def test_a_prefix_without_a_loss_counts_in_a_reply_s_length() -> None:
+    """groups.min_shared_prefix takes the tokens that replies share out of the loss before groups are chosen."""
+
+    def turned(reply: Sequence[int], reward: float) -> Rollout:
+        made = rollout(int(reward), reply=reply, reward=reward)
+        end, start = len(made.strand.mask), made.strand.prompt_tokens
+        turns = (Turn(start, end, made.finish_reason),)
+        return replace(made, strands=(replace(made.strand, turns=turns),))
+
+    cut = mask_shared_prefixes(group(turned([1, 2, 3, 4, 5], 0.0), turned([1, 2, 3, 4, 6], 1.0)), 2)
+    assert [r.tokens for r in cut.rollouts] == [1, 1]
+    assert chosen([cut, of(1.0, 0.0)], 1, longest=5) == ([1], [0])
 
 
 def test_the_limit_is_that_of_the_groups_own_source() -> None:

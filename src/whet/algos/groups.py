@@ -180,8 +180,8 @@ def by_mean_reward(
 
 
 def _tokens(rollout: Rollout) -> int:
-    """Sampled tokens."""
-    return sum(int(strand.mask.sum()) for strand in rollout.strands)
+    """Of its replies, those that `mask_shared_prefixes` has taken out of the loss among them."""
+    return max(rollout.tokens, sum(turn.end - turn.start for turn in rollout.turns))
 
 
 # ---------------------------------------------------------------- prefixes
