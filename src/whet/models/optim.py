@@ -329,7 +329,7 @@ def not_finite(step: int, norm: float, times: int, most: int) -> WhetError:
     return WhetError(
         f"optimizer step {step}: the norm of the gradient is {norm}. It was not finite in {times} optimizer steps in a "
         f"row, and train.max_skipped_steps is {most}; resume from an older checkpoint with a lower train.optimizer.lr, "
-        "or check the rewards of the last rollouts"
+        "or check the rewards of the last rollouts, and what an advantage, a loss or a weight of your own returns"
     )
 
 
