@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from whet import cli
@@ -438,6 +439,27 @@ def test_overrides_in_hydra_s_style():
     assert starred.tree == {"u": {"layers.{*}": {}, "head": {"a": 1}}, "m": ["layers.{*}"]}
     quoted = overridden({}, {}, ["""a=["hi,there:you"]""", """b={system:"x, y:z",n:{'k,j:l':1}}"""])
     assert quoted.tree == {"a": ["hi,there:you"], "b": {"system": "x, y:z", "n": {"k,j:l": 1}}}
+    listed = overridden({}, {}, ["u=[127.0.0.1:8001,127.0.0.1:8002,{a:1,b-c/d:[x:y,z:w]}]"])
+    assert listed.tree == {"u": ["127.0.0.1:8001", "127.0.0.1:8002", {"a": 1, "b-c/d": ["x:y", "z:w"]}]}
+
+
+def test_a_section_as_an_override_is_put_over_the_one_that_is_there():
+    """As OmegaConf does for Hydra: what it does not name stays, and an empty one changes nothing."""
+    base = {"a": {"lr": 1, "decay": 2, "in": {"x": 1}}, "l": [1, 2]}
+    origins = {("a", "decay"): "f:2"}
+    out = overridden(base, origins, ["a={lr:5,in:{y:6}}", "+a={new:7}", "a={}", "l=[3]", "n={z:8}"])
+    assert out.tree == {
+        "a": {"lr": 5, "decay": 2, "in": {"x": 1, "y": 6}, "new": 7}, "l": [3], "n": {"z": 8},
+    }  # fmt: skip
+    assert out.origins[("a", "decay")] == "f:2"
+    assert out.origins[("a", "in", "y")] == "override a={lr:5,in:{y:6}}"
+    assert overridden(base, {}, ["a=null"]).tree["a"] is None
+    omega = OmegaConf.create(base)
+    for key, value in {"a": {"lr": 5, "in": {"y": 6}}, "l": [3], "n": {"z": 8}}.items():
+        OmegaConf.update(omega, key, value, merge=True, force_add=True)
+    assert (
+        OmegaConf.to_container(omega) == overridden(base, {}, ["a={lr:5,in:{y:6}}", "l=[3]", "n={z:8}"]).tree
+    )
 
 
 @pytest.mark.parametrize("text", ["a", "=1", "--a=1", "a.l.7=1", "a@b=1", "a=[1", "a.l.x=1"])

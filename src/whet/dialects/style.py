@@ -19,12 +19,13 @@ from whet.types import Json
 _OVERRIDE = re.compile(
     r"(?P<sign>\+\+|\+|~|)(?P<key>\w[^\s=+~@]*)(?P<equals>\s*=\s*)?(?P<value>.*)", re.DOTALL
 )
-_KEY = re.compile(
-    r"""(?P<quoted>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<before>[{,]\s*)(?P<key>(?:[\w.*]|\\.)+):(?=\S)""",
+_FLOW = re.compile(
+    r"""(?P<quoted>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<sign>[][{}])"""
+    r"""|(?<=[{,])(?P<space>\s*)(?P<key>(?:[\w.*/+$%@?|-]|\\.)+):(?=\S)|.""",
     re.DOTALL,
 )
-"""A key of a dict in Hydra's grammar: {a:1} is YAML's {a: 1}, and a backslash stands before what is no sign of it. In
-quoted text is none."""
+"""What lists and dicts of Hydra's grammar are made of. A key of a dict needs no space behind its colon, and a backslash
+stands before what is no sign of it. In quoted text and in lists is none."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Tree:
                 self.absent.append((said["key"], source))
             return
         value = said["value"]
-        parsed = parse_override(_KEY.sub(_as_yaml, value) if value[:1] in "{[" else value)
+        parsed = parse_override(_as_yaml(value) if value[:1] in "{[" else value)
         if parsed.problems:
             self.problems += [(source, problem) for _, problem in parsed.problems]
             return
@@ -81,6 +82,12 @@ class Tree:
         return path
 
     def _put(self, path: Path, value: Json, source: str) -> None:
+        """A dict is put over one that stands there key by key, as in Hydra; all else takes the place of what stands
+        there."""
+        if isinstance(value, dict) and isinstance(get(self.tree, path), dict):
+            for key, inner in value.items():
+                self._put((*path, key), inner, source)
+            return
         around: Json = self.tree
         for n, part in enumerate(path[:-1]):
             inner = get(around, (part,))
@@ -97,12 +104,23 @@ class Tree:
             self.origins.setdefault(path[:n], source)
 
 
-def _as_yaml(key: re.Match[str]) -> str:
-    if key["quoted"] is not None:
-        return key["quoted"]
-    plain = re.sub(r"\\(.)", r"\1", key["key"])
-    is_word = re.fullmatch(r"[\w.]+", plain) is not None
-    return f"{key['before']}{plain if is_word else json.dumps(plain)}: "
+def _as_yaml(value: str) -> str:
+    """A list or a dict of Hydra's grammar as YAML: {a:1} is {a: 1} there, and [a:1] a list of one text in both."""
+    out, around = list[str](), list[str]()
+    for found in _FLOW.finditer(value):
+        sign = found["sign"] or ""
+        if sign in "]}":
+            around = around[: len(around) - len(sign)]
+        elif sign:
+            around.append(sign)
+        is_key = found["key"] is not None and around[-1:] == ["{"]
+        out.append(f"{found['space']}{_key(found['key'])}: " if is_key else found[0])
+    return "".join(out)
+
+
+def _key(written: str) -> str:
+    plain = re.sub(r"\\(.)", r"\1", written)
+    return plain if re.fullmatch(r"[\w.]+", plain) else json.dumps(plain)
 
 
 def overridden(
