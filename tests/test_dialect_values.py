@@ -7,6 +7,7 @@ import ast
 import functools
 import importlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -99,9 +100,10 @@ def compared(system: str) -> dict[str, list[str]]:
 OF_KIND: dict[str, tuple[Json, ...]] = {
     "bool": (True, False),
     "int": (0, 1, 2, 64),
-    "number": (0, 1, 2, 0.5),
+    "number": (0, 1, 2, 0.5, math.nan, math.inf),
     "share": (0.5, 1),
-    "list": ([], ["other"], [1]),
+    "list": ([], ["other"], [1], [{}]),
+    "text": ("other", "", "/"),
     "texts": (["other"], []),
     "numbers": ([0.5, 0.9],),
     "ints": ([1, 2],),
@@ -248,6 +250,24 @@ def test_every_value_of_a_key_gives_native_keys_that_there_are(name: str, versio
     of = dialect(name, version)
     rows = [row for row in of.rows if row.function and is_plain(row) and parts(row.key) not in of.below]
     assert [text for row in rows for text in outcomes(of, row, words=words)] == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("skyrl", "trainer.policy.optimizer_config.max_grad_norm"),
+        ("skyrl", "trainer.arctic_rl.lr_warmup_ratio"),
+        ("cosmos-grpo", "train.optm_warmup_steps"),
+        ("trinity", "trainer.grad_clip"),
+        ("verl-ppo", "data.oversample_factor"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_by_name(kind: str, key: str, value: float) -> None:
+    """A norm of NaN is no clipping to a comparison, and infinity is no number of steps."""
+    of = dialect(kind, VERSIONS[dialect(kind).system][-1])
+    made = translate(nested({path_of(key, ()): value}), of, origins={})
+    assert any(text.startswith(f"{key}: got ") and "a number" in text for _, text in made.problems)
 
 
 # ---------------------------------------------------------------- whole files

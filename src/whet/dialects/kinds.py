@@ -6,6 +6,7 @@ A type is alternatives split by `|`: a name of `KINDS`, `int>=1`, `number>0`, `o
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -28,7 +29,7 @@ def _is_int(value: Json) -> bool:
 
 
 def _is_number(value: Json) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_text(value: Json) -> bool:
@@ -181,7 +182,7 @@ def _number(value: Json, row: Row) -> tuple[Json, str]:
         read = scalar(value.strip()) if isinstance(value, str) else value
     except ValueError as e:
         return value, str(e)
-    if isinstance(read, int | float) and read is not True:
+    if _is_number(read) or read is False or (row.status not in READ and isinstance(read, float)):
         return (0 if read is False else read), ""  # as Python counts it
     if value is None or row.status not in READ or isinstance(value, list):
         return value, ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from whet.dialects.layout import FileLayout
 from whet.dialects.row import NotSupportedYet, Values
@@ -20,6 +19,7 @@ from whet.dialects.trinity.values import (
     arguments,
     distills,
     entries,
+    folder_of,
     given,
     in_rounds,
     online,
@@ -275,5 +275,5 @@ def record(values: Values) -> Native:
     """save_input: the record of the rollouts, and where."""
     at = "data_processor.experience_pipeline"
     path = text(values, f"{at}.input_save_path")
-    folder = {"dirs.rollouts": str(Path(path).with_suffix(""))} if path else {}
+    folder = {"dirs.rollouts": folder_of(path, f"{at}.input_save_path")} if path else {}
     return {"track.rollouts_interval": 1 if values[f"{at}.save_input"] else 0, **folder}

@@ -7,9 +7,11 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from whet.config.keys import Path, dotted
+from whet.config.keys import Path as Keys
+from whet.config.keys import dotted
 from whet.dialects.kinds import same
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.row import lines as rows
@@ -81,12 +83,19 @@ def number(value: Json, key: str) -> float:
     return value
 
 
+def folder_of(path: str, key: str) -> str:
+    """The folder of recorded rollouts that stands for a file of Trinity's: its path without the suffix."""
+    if not Path(path).name:
+        raise ConfigError(f"{key}: got {path}, expected the path of a file.")
+    return str(Path(path).with_suffix(""))
+
+
 def entries(values: Values, key: str) -> list[Native]:
     """The entries of a list of sections, each by dotted names inside it, of its values and of its sections."""
     return [{dotted(path): v for path, v in _inner(entry)} for entry in values.get(key) or []]
 
 
-def _inner(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Json]]:
+def _inner(tree: Json, path: Keys = ()) -> Iterator[tuple[Keys, Json]]:
     """The values in sections, and the sections, with their paths. A list is one value."""
     if path:
         yield path, tree

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.data import apart
 from whet.dialects.trinity.loss import STRATEGY, strategy
-from whet.dialects.trinity.values import EXPERIENCES, Native, at_least, in_rounds, known_as, text
+from whet.dialects.trinity.values import EXPERIENCES, Native, at_least, folder_of, in_rounds, known_as, text
 from whet.types import ConfigError
 
 
@@ -32,7 +30,7 @@ def queue(values: Values) -> Native:
         raise NotSupportedYet(
             f"{EXPERIENCES}.path: {path}: a database server is coming, not built yet; here: a file."
         )
-    return {"dirs.rollouts": str(Path(plain).with_suffix(""))}
+    return {"dirs.rollouts": folder_of(plain, f"{EXPERIENCES}.path")}
 
 
 def _store(values: Values, storage: str, path: str | None) -> Native:

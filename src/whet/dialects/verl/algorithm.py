@@ -281,7 +281,8 @@ def _weight(v: Values) -> dict[str, Json]:
     if bound is None:
         raise ConfigError(f"{at}_threshold: got null, expected the bound of {at}={v[at]}")
     low, _, high = bound.rpartition("_") if isinstance(bound, str) else ("", "", bound)
-    bounds = [_number(text, key=f"{at}_threshold") for text in (low, high) if text != ""]
+    texts = [text for text in (low, high) if text != ""] or [bound]
+    bounds = [_number(text, key=f"{at}_threshold") for text in texts]
     out: dict[str, Json] = {native: v[at], f"{native}.high": bounds[-1]}
     if len(bounds) == 2:
         out |= {f"{native}.low": bounds[0], f"{native}.outside": "mask"}
