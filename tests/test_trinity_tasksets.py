@@ -402,6 +402,10 @@ def test_lists_in_entries_are_kept_whole() -> None:
     told = trainer.lora(values(model__lora_configs=layers))
     assert told["model.lora.targets"] == ["q_proj", "v_proj"]
     assert told["model.lora.exclude_modules"] == ["o_proj"]
+    zero = trainer.lora(values(model__lora_configs=[{"lora_rank": 0, "lora_alpha": 0, "path": "None"}]))
+    assert (zero["model.lora.rank"], zero["model.lora.alpha"]) == (0, 0), "refused by their native names"
+    none = trainer.lora(values(model__lora_configs=[{"lora_rank": None, "target_modules": []}]))
+    assert (none["model.lora.rank"], none["model.lora.targets"]) == (32, [])
     board = {"default_workflow_type": "frozen_lake_workflow", "workflow_args": {"desc": ["PG", "__"]}}
     bare = {"buffer__explorer_input__default_reward_fn_type": None}
     played = rewards.rewards(sets({**A, **board}, **bare, **{EVALS: [{"path": "c.jsonl", **board}]}))

@@ -92,7 +92,12 @@ def lora(values: Values) -> Native:
     key = "model.lora_configs"
     if len(values[key]) > 1:
         raise ConfigError(f"{key}: got {len(values[key])} entries, expected at most one, as in Trinity")
-    own = {name: value for entry in entries(values, key) for name, value in entry.items() if given(value)}
+    own = {
+        name: value
+        for entry in entries(values, key)
+        for name, value in entry.items()
+        if given(value) is not None
+    }
     targets = own.get("target_modules", "all-linear")
     exclude = own.get("exclude_modules")
     return {
