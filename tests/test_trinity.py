@@ -1199,6 +1199,18 @@ def test_a_stage_may_not_change_what_is_one_for_all() -> None:
     (problem,) = translated(small(stages=[{"mode": "train"}])).problems
     assert 'stages[0]: it asks for mode="train", which is one for all' in problem[1]
     assert "stages[0]: stage_name: must be given" in problem[1]
+    tree = small(trainer={"trainer_config": checkpoint(async_save=True)})
+    off = {"trainer_config": checkpoint(async_save=False)}
+    plain = [{"stage_name": "a", "trainer": {"save_interval": 0}}, {"stage_name": "b"}]
+    assert not translated({**tree, "stages": plain}).problems
+    stages = [{"stage_name": "a", "trainer": off}, {"stage_name": "b"}]
+    (problem,) = translated({**tree, "stages": stages}).problems
+    assert "stages[0]: it asks for the default of checkpoint.async_save, which is one for all" in problem[1]
+
+
+def checkpoint(**given: Json) -> dict[str, Json]:
+    """Keys of the policy's checkpoints, as a tree of the veRL section."""
+    return {"actor_rollout_ref": {"actor": {"checkpoint": given}}}
 
 
 def test_a_stage_with_another_algorithm_does_not_inherit_its_functions() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from whet.config.faults import shown
+from whet.config.keys import dotted
 from whet.config.tree import STAGE_SECTIONS, get, leaves, merge
+from whet.dialects.match import read
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.tables import Dialect, dialect
 from whet.dialects.translate import Translation, translate
@@ -33,7 +35,7 @@ def stages(values: Values) -> Mapping[str, Json]:
         said = [text for _, text in done.problems if text not in told and "unknown key" not in text]
         said += [] if stage.get("stage_name") else ["stage_name: must be given."]
         trees.append(done.tree)
-        said += _own_way(alone.tree, done.tree)
+        said += _own_way(alone.tree, done.tree, _fed(stage, of))
         problems += [f"stages[{n}]: {text}" for text in said]
         unbuilt += [f"stages[{n}]: {text}" for _, text in done.unbuilt if text not in told]
     if problems:
@@ -47,14 +49,21 @@ def stages(values: Values) -> Mapping[str, Json]:
     return out
 
 
-def _own_way(alone: Mapping[str, Json], tree: Mapping[str, Json]) -> list[str]:
-    """What a stage asks for that is one for all."""
-    shared = {key: value for key, value in tree.items() if key not in STAGE_SECTIONS}
+def _fed(stage: Mapping[str, Json], of: Dialect) -> set[str]:
+    """The native keys that the keys of a stage feed."""
+    return {native for found in read(stage, of) if found.row is not None for native in found.row.native}
+
+
+def _own_way(alone: Mapping[str, Json], tree: Mapping[str, Json], fed: set[str]) -> list[str]:
+    """What a stage asks for that is one for all; also where it asks for what is the default here."""
+    shared, base = ({k: v for k, v in one.items() if k not in STAGE_SECTIONS} for one in (tree, dict(alone)))
+    gone = {dotted(path) for path, _ in leaves(base) if get(shared, path) is None}
+    unset = sorted(key for key in gone if any(f"{key}.".startswith(f"{native}.") for native in fed))
     return [
-        f"it asks for {'.'.join(map(str, path))}={shown(value)}, which is one for all stages."
+        f"it asks for {dotted(path)}={shown(value)}, which is one for all stages."
         for path, value in leaves(shared)
-        if get(dict(alone), path) != value
-    ]
+        if get(base, path) != value
+    ] + [f"it asks for the default of {key}, which is one for all stages." for key in unset]
 
 
 def inherited(whole: Mapping[str, Json], stage: Mapping[str, Json]) -> dict[str, Json]:
