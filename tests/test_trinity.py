@@ -16,6 +16,7 @@ import torch
 
 import whet
 from asked import asked
+from whet.algos.demonstration import cosine
 from whet.config.load import load
 from whet.config.parse import parse
 from whet.config.plan import plans
@@ -722,6 +723,34 @@ def test_a_mean_that_the_loss_is_not_told_is_a_difference() -> None:
     assert not losses.leaves_its_own_mean(grpo(**other, **both))
     same: dict[str, Json] = {"algorithm__loss_agg_mode": "token-mean"}
     assert not losses.leaves_its_own_mean(grpo(**same, **{key: {"clip_range": 0.2}}))
+
+
+def test_a_mean_that_is_replaced_by_a_default_is_a_difference() -> None:
+    """Trinity writes loss_agg_mode, token-mean if null, over the loss's own arguments where these have it."""
+    key, of_gspo = "algorithm.policy_loss_fn_args.*", {"algorithm__algorithm_type": "gspo"}
+    assert losses.keeps_its_own_mean(grpo(**of_gspo))
+    assert losses.policy_loss(grpo(**of_gspo))["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
+    assert not losses.keeps_its_own_mean(grpo(**of_gspo, **{key: {"clip_range": 0.2}}))
+    assert not losses.keeps_its_own_mean(grpo(**of_gspo, algorithm__loss_agg_mode="token-mean"))
+    assert losses.keeps_its_own_mean(grpo(**{key: {"loss_agg_mode": "seq-mean-token-sum"}}))
+    assert not losses.keeps_its_own_mean(grpo())
+    assert not losses.keeps_its_own_mean(grpo(**{key: {"loss_agg_mode": "token-mean"}}))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+@pytest.mark.parametrize("decay", [0, 1, 3])
+def test_the_weight_of_demonstrations_in_every_step(warmup: int, decay: int) -> None:
+    """Trinity's mu_schedule_function: with no steps of decay the valley comes as soon as the warm-up is over."""
+
+    def theirs(step: int) -> float:
+        if step < warmup:
+            return step / warmup * 0.5
+        if step >= warmup + decay:
+            return 0.02
+        return 0.48 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / decay)) + 0.02
+
+    ours = [cosine(0.5, s, warmup_steps=warmup, valley=0.02, decay_steps=decay) for s in range(1, 10)]
+    assert ours == pytest.approx([theirs(step) for step in range(1, 10)])
 
 
 def test_budgets_of_each_model() -> None:

@@ -106,7 +106,7 @@ def cosine(mu: float, step: int, *, warmup_steps: int, valley: float | None, dec
         return mu * step / warmup_steps
     if valley is None:
         return mu
-    done = min((step - warmup_steps) / max(decay_steps, 1), 1.0)
+    done = min((step - warmup_steps) / decay_steps, 1.0) if decay_steps else 1.0
     return valley + (mu - valley) * (1 + math.cos(math.pi * done)) / 2
 
 
