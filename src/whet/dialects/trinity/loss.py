@@ -209,6 +209,14 @@ def leaves_its_own_mean(values: Values) -> bool:
     return bool(own) and "loss_agg_mode" not in own and mode not in (None, its)
 
 
+def keeps_its_own_mean(values: Values) -> bool:
+    """Whether the policy loss has the mean of its arguments here, where Trinity puts token-mean, the default of
+    loss_agg_mode, in its place: with the loss's default arguments, and where this one is given."""
+    own = values[f"{ARGS}.*"] or {}
+    is_told = not own or "loss_agg_mode" in own
+    return text(values, "algorithm.loss_agg_mode") is None and is_told and averages(values) != "token-mean"
+
+
 # ---------------------------------------------------------------- mixes
 
 STRATEGY = "algorithm.sample_strategy"
