@@ -140,6 +140,17 @@ def test_a_decay_of_a_share_of_unknown_steps_is_told() -> None:
     ]
 
 
+def test_steps_over_parts_of_groups_are_told() -> None:
+    """Those of Cosmos's own defaults, 8 responses and groups of 16."""
+
+    def told(kind: str = "cosmos-grpo", **train: Json) -> int:
+        made = translate({"train": train}, dialect(kind, "0.4.4"), origins={})
+        return sum("several steps of Cosmos are one step here" in text for text in said(made))
+
+    assert [told(), told(train_batch_per_replica=24), told(train_batch_per_replica=16)] == [1, 1, 0]
+    assert told("cosmos-sft") == 0
+
+
 def test_a_default_that_differs_is_told() -> None:
     """SkyRL's KL in the loss is on where a file does not say so."""
 
