@@ -167,6 +167,21 @@ def test_a_repetition_penalty_is_read_in_every_release(version: str) -> None:
     assert run.training_sampling(given)["rollout.sampling.repetition_penalty"] == 1.2
 
 
+@pytest.mark.parametrize("version", ["train-0.4", "0.1", "main"])
+def test_an_evaluation_takes_no_parameter_of_training(version: str) -> None:
+    """Natively it has what training has, where it says nothing; SkyRL's two sections have nothing to do with another."""
+    at = "generator__sampling_params__"
+    kwargs = {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [7]}
+    trained: dict[str, Json] = {f"{at}stop": ["</x>"], f"{at}additional_kwargs": kwargs}
+    told = run.evaluation(values(version, data__val_data=["b.parquet"], **trained))
+    names = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
+    assert [told[f"eval.sampling.{name}"] for name in names] == [[], [], 0, False]
+    own: dict[str, Json] = {"generator__eval_sampling_params__stop": ["</y>"]}
+    told = run.evaluation(values(version, data__val_data=["b.parquet"], **trained, **own))
+    assert [told[f"eval.sampling.{name}"] for name in names] == [["</y>"], [], 0, False]
+    assert "eval.sampling.stop" not in run.evaluation(values(version, data__val_data=["b.parquet"]))
+
+
 def test_normalised_rewards_checkpoints_and_engines_by_version() -> None:
     gae: dict[str, Json] = {A + "advantage_estimator": "gae", "trainer__critic__model__path": "m"}
     assert [optimizers.critic(values(v, **gae))["critic.normalize_decay"] for v in ("doc", "train-0.1")] == [

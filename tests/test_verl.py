@@ -654,6 +654,10 @@ def test_validation() -> None:
     assert "eval.sampling.temperature" not in data.validation(values(unsaid))
     for agents in ({R + "mode": "async"}, {VERSION: "0.7.0"}):  # agent loops do not read do_sample
         assert data.validation(values(unsaid | agents)) == found
+    for given in (unsaid, sampled):  # of the engine, in whose parameters verl replaces others alone
+        told = data.validation(values(given | {R + "repetition_penalty": 1.3}))
+        assert told["eval.sampling.repetition_penalty"] == 1.3
+        assert "eval.sampling.repetition_penalty" not in data.validation(values(given))
 
 
 def test_data_and_rewards() -> None:

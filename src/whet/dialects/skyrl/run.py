@@ -51,10 +51,19 @@ def evaluation(v: Values) -> Native:
     for n, (file, stem) in enumerate(zip(files, stems)):
         name, at = stem if stems.count(stem) == 1 else file, f"data.eval.{n}"
         out |= {f"{at}.name": name, f"{at}.path": file, **_columns(v, at)}
-    return out | {**_sampling(v, EVAL, "eval.sampling"), **_unset(v)}
+    own, trained = _sampling(v, EVAL, "eval.sampling"), _sampling(v, TRAIN, "eval.sampling")
+    inherited = {key: value for key, value in OFF.items() if key in trained}
+    return out | {**inherited, **own, **_unset(v)}
 
 
 EVAL, TRAIN = "generator.eval_sampling_params", "generator.sampling_params"
+OFF: Native = {
+    "eval.sampling.min_tokens": 0,
+    "eval.sampling.stop": [],
+    "eval.sampling.stop_token_ids": [],
+    "eval.sampling.ignore_eos": False,
+}
+"""Parameters that an evaluation would take from training; in SkyRL it has its own alone."""
 
 
 def _unset(v: Values) -> Native:

@@ -97,6 +97,7 @@ def validation(v: Values) -> Native:
         "eval.interval": max(every, 0),
         "eval.at_start": v["trainer.val_before_train"],
         "eval.at_end": every > 0,
+        **_penalty(v, "eval"),
     }
     at = f"{ROLLOUT}.val_kwargs"
     if not samples(v, f"{at}.do_sample") or v[f"{at}.temperature"] == 0:
@@ -209,9 +210,13 @@ def sampling(v: Values) -> Native:
     out: dict[str, Json] = {"rollout.group_size": responses(v)}
     greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
     chosen = _sampling(v, ROLLOUT) if samples(v, f"{ROLLOUT}.do_sample") else greedy
-    if v[f"{ROLLOUT}.repetition_penalty"] != 1:
-        chosen["repetition_penalty"] = v[f"{ROLLOUT}.repetition_penalty"]
-    return out | {f"rollout.sampling.{key}": value for key, value in chosen.items()}
+    return out | {f"rollout.sampling.{key}": value for key, value in chosen.items()} | _penalty(v, "rollout")
+
+
+def _penalty(v: Values, section: str) -> dict[str, Json]:
+    """repetition_penalty is the engine's, in training and in validation."""
+    penalty = v[f"{ROLLOUT}.repetition_penalty"]
+    return {f"{section}.sampling.repetition_penalty": penalty} if penalty != 1 else {}
 
 
 def _sampling(v: Values, at: str) -> dict[str, Json]:
