@@ -331,7 +331,8 @@ def test_every_value_of_a_stage_is_translated_or_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [{"tensor_parallel_size": {"a": 1}}, {"engine_num": ["a"]}, {"tensor_parallel_siz": 2}, 3, "a"]
+    "entry",
+    [{"tensor_parallel_size": {"a": 1}}, {"engine_num": ["a"]}, {"tensor_parallel_siz": 2}, 3, "a", None],
 )
 def test_what_cannot_be_meant_in_a_list_reaches_no_function(entry: Json) -> None:
     """It is refused where it stands, and the functions read the list without it."""
@@ -339,6 +340,8 @@ def test_what_cannot_be_meant_in_a_list_reaches_no_function(entry: Json) -> None
     tree["explorer"] = {"auxiliary_models": [entry]}
     made = translate(tree, dialect("trinity", "0.6.0"), origins={})
     assert [text for _, text in made.problems if text.startswith("explorer.auxiliary_models[")]
+    made = translate(test_dead_trinity.base() | {"stages": [entry]}, dialect("trinity"), origins={})
+    assert [text for _, text in made.problems if "stages[]" in text]
     stage: Tree = {"stage_name": "first", "algorithm": "grpo"}
     made = translate(test_dead_trinity.base() | {"stages": [stage]}, dialect("trinity"), origins={})
     assert [text for _, text in made.problems if text.startswith("stages[].algorithm: got")]

@@ -1194,6 +1194,14 @@ def small(**more: Json) -> dict[str, Json]:
     }
 
 
+@pytest.mark.parametrize("name", [None, ["a"], True])
+def test_the_name_of_a_run_is_a_text(name: Json) -> None:
+    for key in ("project", "name"):
+        (problem,) = translated(small(**{key: name})).problems
+        assert problem[1].startswith(f"{key}: got ")
+    assert translated(small(name=5, project=1.5)).tree["run_dir"] == "./checkpoints/1.5/5"
+
+
 def test_a_stage_inherits_key_by_key() -> None:
     form = {"prompt_type": "plaintext"}
     buffer = {

@@ -143,7 +143,8 @@ def _misplaced(one: GivenValue, of: Dialect) -> str:
     if not one.is_section:
         return "" if one.row else f"{joined(one.cut)}: unknown key{meant(one.cut, of)}"
     many = "[]" in of.below[one.cut]
-    if one.value is None or isinstance(one.value, list if many else dict):
+    is_left_out = one.value is None and one.cut[-1] != "[]"  # null is no entry of a list
+    if is_left_out or isinstance(one.value, list if many else dict):
         return ""
     wanted = "a list of sections" if many else f"a section (keys: {', '.join(of.below[one.cut])})"
     return f"{joined(one.cut)}: got {shown(one.value)}, expected {wanted}"

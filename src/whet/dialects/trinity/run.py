@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from whet.config.faults import shown
 from whet.dialects.layout import FileLayout
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.served import placed
@@ -36,9 +37,16 @@ from whet.types import ConfigError, Json
 
 def run(values: Values) -> Native:
     """<checkpoint_root_dir>/<project>/<name>, as the document says; a group, where one is given, before the name."""
-    name, group = str(values["name"]), text(values, "group")
-    root = text(values, "checkpoint_root_dir") or "./checkpoints"
-    return {"name": name, "run_dir": "/".join(filter(None, (root, str(values["project"]), group, name)))}
+    project, name = (_named(values, key) for key in ("project", "name"))
+    root, group = text(values, "checkpoint_root_dir") or "./checkpoints", text(values, "group")
+    return {"name": name, "run_dir": "/".join(filter(None, (root, project, group, name)))}
+
+
+def _named(values: Values, key: str) -> str:
+    """A name; a number is one, too."""
+    if isinstance(values[key], bool) or not isinstance(values[key], str | int | float):
+        raise ConfigError(f"{key}: got {shown(values[key])}, expected a text.")
+    return str(values[key])
 
 
 def model(values: Values) -> Native:
