@@ -162,7 +162,7 @@ def _exclude(v: Values, key: str, native: str) -> Native:
             f"{key}={shown(given)}: Megatron-Bridge excludes modules only where target_modules is not given, and "
             "SkyRL always gives it; list the layers in target_modules"
         )
-    return {f"{native}.exclude_modules": _names(given, key)}
+    return {f"{native}.exclude_modules": given}
 
 
 def _targets(v: Values, role: str, key: str, native: str) -> Native:
@@ -174,7 +174,7 @@ def _targets(v: Values, role: str, key: str, native: str) -> Native:
         )
     given = older if own == ALL else own
     if not is_megatron(v):
-        return {f"{native}.targets": _names(given, key)}
+        return {f"{native}.targets": given}
     megatron = f"{POLICY}.megatron_config"
     experts = f"{megatron}.expert_model_parallel_size"
     return adapted_layers(
@@ -186,9 +186,3 @@ def _targets(v: Values, role: str, key: str, native: str) -> Native:
         mixture=f"{experts}={v[experts]}" if v[experts] > 1 else "",
         dropout=v[f"trainer.{role}.model.lora.dropout"],
     )
-
-
-def _names(given: Json, key: str) -> Json:
-    if isinstance(given, list) and not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"{key}: got {shown(given)}, expected a text or a list of texts")
-    return given
