@@ -1297,6 +1297,25 @@ def heads(said: Iterable[tuple[str, str]]) -> set[str]:
     return {text.partition(":")[0] for _, text in said}
 
 
+def test_a_default_that_a_file_gives_is_no_other_value() -> None:
+    """Trinity's own keys count over the veRL section's, so a file with both is not read as that section alone."""
+
+    def read(own: dict[str, Json], verl: dict[str, Json], **more: Json) -> Translation:
+        section = {"actor_rollout_ref": {"actor": verl}}
+        tree = small(trainer={"trainer_config": section, **more})
+        tree["algorithm"]["optimizer"] = own
+        return translated(tree)
+
+    (problem,) = read({"lr": 1e-6}, {"optim": {"lr": 1e-5}}).problems
+    assert (
+        "optimizer.lr: 1e-06, trainer.trainer_config.actor_rollout_ref.actor.optim.lr: 1e-05: " in problem[1]
+    )
+    (problem,) = read({}, {"grad_clip": 0.5}, grad_clip=1.0).problems
+    assert problem[1].startswith("trainer.grad_clip: 1.0, ")
+    assert read({}, {"optim": {"lr": 1e-5}}).tree["train"]["optimizer"]["lr"] == 1e-5
+    assert read({"lr": 1e-5}, {"optim": {"lr": 1e-6}}).tree["train"]["optimizer"]["lr"] == 1e-5, "copied"
+
+
 def test_the_documents_verl_section_changes_nothing() -> None:
     tree = parse((FILES / "trinity_verl_section.yaml").read_text()).tree
     plain = translated(small())

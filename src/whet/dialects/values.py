@@ -15,7 +15,7 @@ from whet.dialects.kinds import same, understood
 from whet.dialects.match import GivenValue, meant, read
 from whet.dialects.row import READ, WRITES, Row
 from whet.dialects.tables import OPEN, Dialect, joined, parts
-from whet.dialects.versions import VERSION
+from whet.dialects.versions import GIVEN, VERSION
 from whet.types import Json
 
 
@@ -218,7 +218,7 @@ def _has(tree: Json, cut: Path) -> bool:
 def _fill(out: Reading, present: Json) -> None:
     """The value of every row: what is given, else the document's default."""
     if out.of.version:
-        out.values[VERSION] = out.of.version
+        out.values |= {VERSION: out.of.version, GIVEN: list(out.given)}
     for row in out.of.rows:
         cut = parts(row.key)
         if cut[-1] == "*":

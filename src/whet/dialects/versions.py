@@ -41,6 +41,9 @@ DOCUMENTS = {"verl": "0.4.0", "skyrl": "doc", "cosmos": "0.3.6", "trinity": "0.4
 VERSION = "@version"
 """Beside the keys of a file its values have the version that it is read as."""
 
+GIVEN = "@given"
+"""And the keys that it gives, which a value alone does not tell from a default."""
+
 
 def since(values: Values, system: str, version: str) -> bool:
     """Whether a file is read as this release or a newer one, for functions whose meaning has changed."""

@@ -15,7 +15,7 @@ from whet.config.keys import dotted
 from whet.dialects.kinds import same
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.row import lines as rows
-from whet.dialects.versions import since
+from whet.dialects.versions import GIVEN, since
 from whet.tables import lines, near
 from whet.types import ConfigError, Json
 
@@ -117,12 +117,14 @@ def section(own: Own, name: str) -> Own:
 
 
 def agreed(values: Values, defaults: Mapping[str, Json]) -> Json:
-    """One meaning that several keys name: the value that differs from its default; the first default, if none does.
-
-    ConfigError where two differ from their defaults and from one another.
+    """One meaning that several keys name: the value that is given, or differs from its default; the first default, if
+    none is. ConfigError where two of these differ. A default in the veRL section says nothing: whole ones are copied.
     """
+    given = [key for key in values.get(GIVEN, ()) if not key.startswith(CONFIG)]
     told = {
-        key: values.get(key) for key, default in defaults.items() if values.get(key) not in (None, default)
+        key: values[key]
+        for key, default in defaults.items()
+        if values.get(key) is not None and (key in given or values[key] != default)
     }
     if len(set(map(repr, told.values()))) > 1:
         listed = ", ".join(f"{key}: {value}" for key, value in told.items())
