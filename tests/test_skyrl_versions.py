@@ -169,7 +169,7 @@ def test_a_repetition_penalty_is_read_in_every_release(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["train-0.4", "0.1", "main"])
 def test_an_evaluation_takes_no_parameter_of_training(version: str) -> None:
-    """Natively it has what training has, where it says nothing; SkyRL's two sections have nothing to do with another."""
+    """Natively it has what training has, where it says nothing; SkyRL's two sections share nothing."""
     at = "generator__sampling_params__"
     kwargs = {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [7]}
     trained: dict[str, Json] = {f"{at}stop": ["</x>"], f"{at}additional_kwargs": kwargs}
