@@ -3,20 +3,25 @@
 import asyncio
 import json
 
+import pyarrow as pa
 import pytest
 
 from whet.config.load import load
-from whet.config.schema import RewardConfig, RewardWorkersConfig, SourceConfig
-from whet.data.columns import parse
+from whet.config.schema import DataConfig, RewardConfig, RewardWorkersConfig, SourceConfig
+from whet.data.columns import further, parse
+from whet.data.parts import ArrowPart, SourceRows
 from whet.data.recognise import recognised, told, with_columns
 from whet.data.rows import read_rows
-from whet.rewards.combine import RewardSet, score
+from whet.data.tasks import TaskStream
+from whet.data.tokenizer import build
+from whet.rewards.combine import RewardSet, check_columns, score
 from whet.types import ConfigError, DataError, Group, Message, Rollout, Task, given_tokens
 
 ASK, REPLY, OTHER = (
     {"role": r, "content": c} for r, c in (("user", "2+2?"), ("assistant", "4"), ("assistant", "5"))
 )
 ASKED = (Message("user", "2+2?"),)
+TOKENIZER = build("chars", 100, ["p 4"])
 
 
 def read(row, **given):
@@ -214,8 +219,61 @@ def test_a_list_of_another_length_leaves_the_group_unscored():
     assert "returned 1 values for 2 completions" in results[0][1]
 
 
+def judged(function, tasks):
+    """Rewards and errors of one reply to each task, after their columns were checked."""
+    groups = [
+        Group(
+            task,
+            (Rollout.one_strand(task=task, index=0, **given_tokens([], []), finish_reason="stop", text="4"),),
+        )
+        for task in tasks
+    ]
+
+    async def run(rewards):
+        await check_columns(tasks, rewards)
+        return await score(groups, rewards)
+
+    configs = {"r": RewardConfig(function="object:r")}
+    with RewardSet.from_config(configs, RewardWorkersConfig(), {"r": function}) as rewards:
+        done = asyncio.run(run(rewards))
+    return [(group.rollouts[0].reward, group.rollouts[0].error) for group in done]
+
+
+def task_of(uid, **columns):
+    return Task(uid=uid, source="s", prompt="p", answer="4", extra=columns)
+
+
 def test_a_reward_that_needs_a_column_the_data_lacks_ends_the_run():
     with pytest.raises(
         ConfigError, match=r"'r' needs a value for hardness: .*columns of source 's': answer, level"
     ):
-        scored(lambda response, hardness: 1.0, ["a"], level=2)
+        judged(lambda response, hardness: 1.0, [task_of(0, level=2), task_of(1)])
+
+
+@pytest.mark.parametrize(
+    "function", [lambda response, level: level, lambda completions, level: level], ids=["one", "batch"]
+)
+@pytest.mark.parametrize("lacking", [0, 2])
+def test_a_row_without_a_column_is_unscored_whichever_row_comes_first(function, lacking):
+    """A resumed run meets its rows in other company: it must not end where the same run went on."""
+    tasks = [task_of(n, **({} if n == lacking else {"level": 2})) for n in range(3)]
+    found = judged(function, tasks)
+    assert [reward for reward, _ in found] == [None if n == lacking else 2.0 for n in range(3)]
+    assert "reward 'r' needs a value for level" in found[lacking][1]
+
+
+def test_what_rewards_may_ask_for_is_what_some_row_has():
+    rows = (
+        {"prompt": "p", "kind": "a", "level": 1, "meta": {"answer": None}},
+        {"prompt": "p", "kind": "b", "meta": {"answer": "4"}},
+    )
+    table = pa.Table.from_pylist(list(rows))
+    source = SourceConfig(rows=rows, label="kind", answer="meta.answer", name="s")
+    for read in (read_rows(source), SourceRows("s", (ArrowPart("s", table),))):
+        assert further(source, read.columns()) == ["level", "meta"]
+    stream = TaskStream([source], DataConfig(), tokenizer=TOKENIZER, seed=0)
+    assert [(t.source, t.answer, t.extra) for t in stream.widest] == [
+        (label, "", {"level": None, "meta": None}) for label in ("a", "b")
+    ]
+    (task,) = TaskStream([source], DataConfig(), tokenizer=TOKENIZER, seed=0, exclude=()).next(1)
+    assert task.extra.keys() <= {"level", "meta"}

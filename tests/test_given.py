@@ -9,7 +9,7 @@ import pytest
 import whet
 from test_data import nested_rows
 from whet.data.given import taken
-from whet.types import CheckpointError, ConfigError
+from whet.types import CheckpointError, ConfigError, DataError
 
 ROWS = [{"prompt": f"{w}>", "answer": w[::-1], "level": n} for n, w in enumerate(("ab", "ba", "cab", "bc"))]
 
@@ -86,25 +86,31 @@ def test_what_is_no_rows_is_refused(data, said):
         taken({"data": data})
 
 
+SCRATCH = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
+SMALL = {
+    "model": {"scratch": SCRATCH},
+    "tokenizer": {"build": "chars"},
+    "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
+}
+
+
 def test_a_resumed_run_reads_the_rows_it_began_with(tmp_path):
     def train(rows, steps):
-        scratch = {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-        }
         return whet.train(
             data={"train": rows, "max_prompt_tokens": 16},
-            model={
-                "scratch": {**scratch, "head_dim": 16, "intermediate_size": 32, "max_position_embeddings": 32}
-            },
-            tokenizer={"build": "chars"},
             rewards=lambda response, level: float(level),
-            rollout={"group_size": 2, "sampling": {"max_tokens": 4}},
             algorithm={"name": "grpo"},
             train={"steps": steps, "tasks_per_step": 2},
             run_dir=str(tmp_path / "run"),
+            **SMALL,
         )
 
     assert len(train(ROWS, 1).metrics) == 1
@@ -112,3 +118,35 @@ def test_a_resumed_run_reads_the_rows_it_began_with(tmp_path):
     assert len(list((tmp_path / "run" / "data").iterdir())) == 1
     with pytest.raises(CheckpointError, match=r"data.train\[0\].path"):
         train(ROWS[:3], 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "said"),
+    [
+        (
+            [*ROWS, {"prompt": "a" * 20, "level": 1}],
+            DataError,
+            "line 5: its prompt has 20 tokens, the limit is 16",
+        ),
+        ([{"prompt": "ab"}], ConfigError, "reward 'reward' needs a value for level"),
+    ],
+)
+def test_what_is_wrong_with_the_data_of_a_later_stage_is_told_before_the_first(rows, error, said, tmp_path):
+    stages = [
+        {
+            "name": "sft",
+            "algorithm": {"name": "sft"},
+            "data": {"train": [{"prompt": "ab", "response": "ba"}]},
+        },
+        {"name": "rl", "algorithm": {"name": "grpo"}, "data": {"train": rows}},
+    ]
+    with pytest.raises(error, match=said):
+        whet.train(
+            stages=stages,
+            data={"max_prompt_tokens": 16},
+            rewards=lambda response, level: float(level),
+            train={"steps": 1, "tasks_per_step": 1},
+            run_dir=str(tmp_path / "run"),
+            **SMALL,
+        )
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()

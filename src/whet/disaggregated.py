@@ -33,7 +33,7 @@ from whet.job import Job
 from whet.learner import untrained
 from whet.recorder import Recorder, open_recorder
 from whet.rollout.engine import RolloutEngine
-from whet.stages import begin, begin_evaluation
+from whet.stages import begin, begin_evaluation, tell
 from whet.sync.exchange import Receiver
 from whet.sync.files import Files
 from whet.sync.weights import hand_over
@@ -74,6 +74,7 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
     stale = cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1  # a rollout that is older is dropped
     store = open_store(cfg.buffer.url, queue=queue_name(cfg, name), order=cfg.buffer.order)
     begun = begin(job, index)
+    tell(begun, job.models.tokenizer)
     context = begun.context
     job.records.directory.timeline.at = name, 0
     queue = ExplorerQueue(

@@ -11,7 +11,7 @@ from whet import seeds
 from whet.config.engines import engines_of
 from whet.config.evaluation import EvalSampling, asked, reward_weights
 from whet.config.schema import Config
-from whet.rewards.combine import RewardSet, check_failures, score
+from whet.rewards.combine import RewardSet, check_columns, check_failures, score
 from whet.tables import near
 from whet.track.dumps import sample_row
 from whet.types import ConfigError, Group, Json, Metrics, Rollout, Task
@@ -30,7 +30,8 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
     The engines get as many tasks at once as they decode rollouts at once. A reply's reward is the sum that
     `eval.reward` names. Raises WhetError if more replies are unscored than reward_workers.max_failure_rate allows.
     """
-    judge = replace(rewards, weights=reward_weights(cfg), seconds=defaultdict(float))  # no step's
+    judge = judging(cfg, rewards)
+    await check_columns(tasks, judge)
     alike: dict[EvalSampling, list[Task]] = defaultdict(list)
     for task in tasks:
         alike[asked(cfg, task.source)].append(task)
@@ -43,6 +44,11 @@ async def evaluate(ask: Ask, tasks: Sequence[Task], rewards: RewardSet, *, cfg: 
     groups = [done[task.uid] for task in tasks]
     check_failures(groups, rewards, of="this evaluation")
     return groups
+
+
+def judging(cfg: Config, rewards: RewardSet) -> RewardSet:
+    """What held-out replies are judged by."""
+    return replace(rewards, weights=reward_weights(cfg), seconds=defaultdict(float))  # no step's
 
 
 def check_sources(named: Collection[str], tasks: Sequence[Task]) -> None:

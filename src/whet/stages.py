@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from whet.algos.recipes import build as build_algorithm
 from whet.config.evaluation import evaluates
 from whet.config.groups import experts_per_step, sampled_tasks
@@ -17,8 +19,9 @@ from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint
 from whet.config.simulated import simulated
 from whet.context import Context
+from whet.data.demonstrations import open_demonstrations
 from whet.data.tasks import TaskStream, eval_tasks, learned_turns
-from whet.evaluation import check_sources
+from whet.evaluation import check_sources, judging
 from whet.explorer import Explorer, open_explorer
 from whet.guard.printed import CONSOLE
 from whet.job import Job, Models
@@ -26,6 +29,7 @@ from whet.learner import Learner, Sampled, open_learner
 from whet.loop import steps
 from whet.placement import open_ranks
 from whet.recorder import open_recorder
+from whet.rewards.combine import check_columns
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.episode import sampling_by_source
 from whet.rollout.native.engine import NativeEngine
@@ -51,16 +55,19 @@ class StageEnd:
     """No step has found sampled log-probs that differ from the trainer's."""
 
 
-async def run_all(job: Job, start: Path | None, state: Json) -> None:
+async def run_all(job: Job, start: Path | None, state: Json, *, ahead: bool = True) -> None:
     """Run every stage from the checkpoint `start` (None: from the beginning) to the end, or until a stop is requested.
 
-    state: the result of `checkpoint.read_state` for `start`.
+    state: the result of `checkpoint.read_state` for `start`. ahead: read the data of all stages first: what is wrong
+    with that of the last one is told now, not after the stages before it.
     """
     first = state["stage"] if start else 0
     timeline, ended = job.records.directory.timeline, StageEnd(exact=job.models.exact)
     timeline.at = job.loaded.names[first], state["step"] if start else 0
     timeline.since(timeline.opened_ns, START_UP, STEPS)
     try:
+        for index in range(first + 1, len(job.loaded.stages) if ahead else 0):
+            await check_ahead(job, index)
         for index in range(first, len(job.loaded.stages)):
             ended = await run_stage(job, index, ended, start=start, state=state)
             start = None
@@ -87,7 +94,10 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
     with ExitStack() as ranks:  # they end with the stage, also where it cannot begin
         with timeline.span(OPEN_STAGE, STEPS):
             await renew_cache(job.models.engine, job.plans[index])
-            stage, profiler = open_stage(job, index, before, ranks)
+            begun = begin(job, index)
+            await check_rewards(job, begun)
+            tell(begun, job.models.tokenizer)
+            stage, profiler = open_stage(job, begun, before, ranks)
             if start is not None:
                 done = stage.restore(start, state, changed=job.change)
         learner, saver = stage.learner, job.records.saver
@@ -145,6 +155,8 @@ class Begun:
     context: Context
     tasks: TaskStream
     held_out: list[Task]
+    drawn: int
+    """Tasks that a step draws."""
 
 
 def begin_evaluation(job: Job, index: int) -> tuple[Context, list[Task]]:
@@ -187,28 +199,51 @@ def begin(job: Job, index: int) -> Begun:
         learned=None if algorithm.kind == "online" else algorithm.kind,
         ends=job.models.ends,
     )
-    log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))
     if algorithm.kind == "online" and (unknown := tasks.unknown(cfg.rollout.sources)):
         raise ConfigError(f"rollout.sources.{unknown[0]}: no row of data.train has this source")
+    plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
+    return Begun(replace(context, plan=plan), tasks, held_out, drawn)
+
+
+def tell(begun: Begun, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log what the data of a stage is, and how far the stage goes through it."""
+    context, tasks = begun.context, begun.tasks
+    cfg, name, steps = context.cfg, context.name, context.plan.steps
+    log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))
     if cfg.model.path and cfg.data.chat is None and tokenizer.chat_template and (plain := tasks.plain_text()):
         log.warning("stage %s: %s", name, NO_TEMPLATE.format(sources=", ".join(plain)), extra={CONSOLE: True})
-    plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
-    rows, epochs, reached = tasks.rows_per_epoch, cfg.train.epochs, plan.steps * drawn
+    rows, epochs, reached = tasks.rows_per_epoch, cfg.train.epochs, steps * begun.drawn
     if epochs and reached != (wanted := tasks_of(rows, epochs)):
         asked = f"{epochs:g} epochs of {rows} rows are {float(wanted):g} tasks"
-        log.info("stage %s: %s; %d steps of %d are %d", name, asked, plan.steps, drawn, reached)
+        log.info("stage %s: %s; %d steps of %d are %d", name, asked, steps, begun.drawn, reached)
     if len(passes := tasks.passes(reached)) > 1:
         told = ", ".join(f"{source} {times:.3g}" for source, times in passes.items())
         log.info("stage %s: times that %d tasks pass through each source: %s", name, reached, told)
-    return Begun(replace(context, plan=plan), tasks, held_out)
 
 
-def open_stage(job: Job, index: int, before: StageEnd, stack: ExitStack) -> tuple[Stage, Profiler]:
+async def check_rewards(job: Job, begun: Begun) -> None:
+    """ConfigError where a reward needs a column that no row of a source has."""
+    context, rewards = begun.context, job.rewards[begun.context.index]
+    if context.algorithm.kind == "online":
+        await check_columns(begun.tasks.widest, rewards)
+    if context.plan.evaluates:
+        await check_columns(begun.held_out, judging(context.cfg, rewards))
+
+
+async def check_ahead(job: Job, index: int) -> None:
+    """Read the data of a stage before its turn, and keep nothing of it."""
+    begun = begin(job, index)
+    open_demonstrations(
+        begun.context.cfg, job.models.tokenizer, ends=job.models.ends, held_out=begun.held_out
+    )
+    await check_rewards(job, begun)
+
+
+def open_stage(job: Job, begun: Begun, before: StageEnd, stack: ExitStack) -> tuple[Stage, Profiler]:
     """The four parts of a stage. The policy starts from what the stage before left in the model. Ranks end with the
     stack."""
-    begun = begin(job, index)
     context, models, records = begun.context, job.models, job.records
-    rewards, given = job.rewards[index], fingerprint(job.loaded.as_given)
+    rewards, given = job.rewards[context.index], fingerprint(job.loaded.as_given)
     ranks = open_ranks(models, context.cfg, context.plan, records.display)
     for each in ranks.values():
         stack.callback(each.close)

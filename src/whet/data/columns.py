@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -76,6 +76,14 @@ def difficulty_columns(source: SourceConfig) -> tuple[str, ...]:
 
 def _all_named(source: SourceConfig) -> tuple[str, ...]:
     return (*named(source).values(), *difficulty_columns(source))
+
+
+def further(source: SourceConfig, columns: Iterable[str]) -> list[str]:
+    """Those of the columns that no field takes from a row, and `desirable` where its column is among them: the names in
+    `Fields.extra`."""
+    there = set(columns)
+    label = {"desirable"} if source.desirable.partition(".")[0] in there else set()
+    return sorted(there.difference(_all_named(source)) | label)
 
 
 def has_no_prompts(source: SourceConfig) -> bool:

@@ -29,6 +29,10 @@ class FileRows(Protocol):
 
     def __len__(self) -> int: ...
 
+    def columns(self) -> set[str]:
+        """Names of the columns that some row has."""
+        ...
+
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]: ...
 
     def arrow(self, start: int, stop: int) -> pa.Table:
@@ -53,6 +57,9 @@ class ListPart:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def columns(self) -> set[str]:
+        return set().union(*self.rows)
 
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]:
         return list(self.rows[start:stop])
@@ -84,6 +91,9 @@ class ArrowPart:
     def __len__(self) -> int:
         return self.table.num_rows
 
+    def columns(self) -> set[str]:
+        return set(self.table.column_names)
+
     def slice(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Row]:
         names = self.table.column_names
         table = self.table if columns is None else self.table.select([n for n in names if n in columns])
@@ -111,6 +121,10 @@ class SourceRows:
 
     def __len__(self) -> int:
         return sum(len(p) for p in self.parts)
+
+    def columns(self) -> set[str]:
+        """Names of the columns that some row has."""
+        return set().union(*(part.columns() for part in self.parts))
 
     def row(self, i: int) -> Row:
         part, at = self._find(i)

@@ -23,7 +23,7 @@ from whet.data.chat import (
     reply_text,
     with_kwargs,
 )
-from whet.data.columns import PER_ROW, Fields, has_no_prompts, is_asked_by_env, named, parse, used
+from whet.data.columns import PER_ROW, Fields, further, has_no_prompts, is_asked_by_env, named, parse, used
 from whet.data.parts import Row
 from whet.data.rows import SourceRows, read_rows
 from whet.guard import pulse
@@ -65,6 +65,8 @@ class Prepared:
     """[K, D] float64, of a source that names D columns of them."""
     digest: str
     """Digest of the tokens, difficulties and training texts: a resumed run checks with it that its data is the same."""
+    widest: tuple[Task, ...]
+    """For each label, a task with every column that some row of the source has: what rewards may ask for by name."""
 
     def __len__(self) -> int:
         return len(self.row_K)
@@ -170,6 +172,8 @@ def _prepare(work: _Work) -> Prepared:
     pieces: list[np.ndarray] = []
     difficulties: list[tuple[float, ...]] = []
     found: set[str] = set()
+    labels: dict[str, None] = {}
+    answered = False
     for begin, end in pairwise([*range(0, len(rows), BATCH_ROWS), len(rows)]):
         batch = _batch(work, rows, begin, end, found=found)
         pulse.beat(f"reading {rows.name}")
@@ -178,6 +182,8 @@ def _prepare(work: _Work) -> Prepared:
         pieces.append(np.fromiter(chain.from_iterable(ids for _, _, ids in batch), dtype=np.int32))
         for _, f, _ in batch:
             difficulties.append(f.difficulties)
+            labels[f.label] = None
+            answered |= f.answer is not None
             if is_asked_by_env(work.source):
                 digest.update(_others(f.extra).encode(errors="surrogatepass"))
             digest.update(
@@ -215,7 +221,13 @@ def _prepare(work: _Work) -> Prepared:
         token_ids=token_ids,
         difficulty_KD=difficulty_KD,
         digest=digest.hexdigest(),
+        widest=tuple(_widest(work.source, rows, label, answered=answered) for label in labels),
     )
+
+
+def _widest(source: SourceConfig, rows: SourceRows, label: str, *, answered: bool) -> Task:
+    extra = dict.fromkeys(further(source, rows.columns()))
+    return Task(uid=0, source=label, prompt="", answer="" if answered else None, extra=extra)
 
 
 def _check_found(source: SourceConfig, rows: SourceRows, found: Collection[str]) -> None:

@@ -150,6 +150,11 @@ class TaskStream:
         first = [(s.rows.name, s.task(0, 0).prompt) for s in self._sources if len(s)]
         return [name for name, prompt in first if prompt and isinstance(prompt, str)]
 
+    @property
+    def widest(self) -> list[Task]:
+        """For each source and label, a task with every column that some row of the source has."""
+        return [task for source in self._sources for task in source.widest]
+
     def unknown(self, names: Collection[str]) -> list[str]:
         """Those of the names that are no row's source. Rows are looked at until each name was found."""
         left = dict.fromkeys(names)

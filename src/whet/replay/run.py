@@ -172,7 +172,8 @@ def replay(
         job = opened(loaded, recorded.plans, rewards, worlds, stop, stack)
         records = replace(job.records, saver=Unsaved(), trackers=[*job.records.trackers, ends])
         branches = any(recorded.place(change) == start.at for change in recorded.branches)
-        run_loop(run_all(replace(job, records=records, change=branches), start.checkpoint, state))
+        job = replace(job, records=records, change=branches)
+        run_loop(run_all(job, start.checkpoint, state, ahead=False))  # what later stages read may be gone
         notes = [*damaged, *_notes(recorded, loaded, step.stage, state)]
         return _found(recorded, step, home, notes, state)
 

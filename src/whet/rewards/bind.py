@@ -64,8 +64,9 @@ def bind(
     """The function on the packed forms. ConfigError if it does not take the `arguments`.
 
     `call(task, rollout)` gives its value for one rollout; `call(task, rollouts)` of a function of batches, a dict with
-    the values by position; `call(task)` alone calls nothing and tells the shape, {"score": 0, BATCH: 0 or 1}, or raises
-    ConfigError where the task lacks a column that the function needs. columns: parameters may be columns of the data.
+    the values by position. Two ways call nothing: `call()` tells the shape, {"score": 0, BATCH: 0 or 1}; `call(task)`
+    raises ConfigError where the task lacks a column that the function needs. columns: parameters may be columns of the
+    data.
     """
     parameters = inspect.signature(function).parameters
     given = next((shape for told, shape in _SHAPES.items() if told in parameters), _GIVEN)
@@ -86,12 +87,17 @@ def bind(
         return {n: v for n, v in there.items() if n in wanted or (batch and every and n not in given)}
 
     def call(
-        task: dict[str, Json], rollout: dict[str, Json] | None = None, rollouts: Sequence[Json] = ()
+        task: dict[str, Json] | None = None,
+        rollout: dict[str, Json] | None = None,
+        rollouts: Sequence[Json] = (),
     ) -> Any:
+        shape = {"score": 0.0, BATCH: float(batch)}
+        if task is None:
+            return shape
         whole = Task.from_json(task)
         named = of_columns(whole) if columns else {}
         if rollout is None and not rollouts:
-            return {"score": 0.0, BATCH: float(batch)}
+            return shape
         if batch:
             passed = (_trl if given is _GIVEN_TRL else _verl_batch)(whole, rollouts, named)
             passed = {key: value for key, value in passed.items() if every or key in parameters}

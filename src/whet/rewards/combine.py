@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -71,8 +71,8 @@ class RewardSet:
     """Those that ask a language model of the run."""
     printed: Printed = field(default_factory=Printed)
     """What the functions print, for the log."""
-    batched: dict[tuple[str, str], bool] = field(default_factory=dict)
-    """Whether a function takes all rollouts of a group at once, by its name and the source; filled as it is asked."""
+    batched: dict[str, bool] = field(default_factory=dict)
+    """Whether a function takes all rollouts of a group at once; filled as it is asked."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of each reward since `timings` was asked."""
 
@@ -271,23 +271,37 @@ async def score(groups: Sequence[Group], rewards: RewardSet) -> list[Group]:
 
 
 async def _ask_shapes(groups: Sequence[Group], rewards: RewardSet, functions: Mapping[str, int]) -> None:
-    """Ask each function once per source whether it takes batches. ConfigError if the rows lack a column it needs."""
-    tasks = {g.task.source: g.task for g in groups}
-    unknown = [
-        (n, t)
-        for t in tasks.values()
-        for n in rewards.of(t)
-        if n in functions and (n, t.source) not in rewards.batched
-    ]
+    """Ask each function once whether it takes batches."""
+    asked = {n for g in groups for n in rewards.of(g.task)}
+    unknown = [n for n in functions if n in asked and n not in rewards.batched]
     if not unknown or rewards.jail is None:
         return
-    calls = [RewardCall(function=n, arguments=f'{{"task":{_encode(t)}}}') for n, t in unknown]
-    for (name, task), result in zip(unknown, await rewards.jail.call_many(calls)):
+    calls = [RewardCall(function=n, arguments="{}") for n in unknown]
+    for name, result in zip(unknown, await rewards.jail.call_many(calls)):
+        if result.failure is None:  # a process that died says nothing: it is asked again
+            rewards.batched[name] = result.parts.get(BATCH, 0.0) == 1.0
+
+
+async def check_columns(tasks: Iterable[Task], rewards: RewardSet) -> None:
+    """ConfigError where a function needs a column that none of the tasks of a source has.
+
+    Asked of all tasks, before any is scored: what single rows lack leaves their rollouts unscored, whichever of them
+    comes first, in a resumed run as in any other."""
+    widest: dict[str, Task] = {}
+    for task in tasks:
+        known = widest.setdefault(task.source, replace(task, prompt="", extra={}))
+        known.extra.update(dict.fromkeys(task.extra))
+        if known.answer is None and task.answer is not None:
+            widest[task.source] = replace(known, answer=task.answer)
+    here = {*rewards.models, *rewards.judges}
+    asked = [(n, t) for t in widest.values() for n in rewards.of(t) if n not in here]
+    if not asked or rewards.jail is None:
+        return
+    calls = [RewardCall(function=n, arguments=f'{{"task":{_encode(t)}}}') for n, t in asked]
+    for result in await rewards.jail.call_many(calls):
         kind, _, detail = (result.failure.detail if result.failure else "").partition(": ")
         if kind == ConfigError.__name__:
             raise ConfigError(detail.rpartition(" (")[0] or detail)
-        if result.failure is None:  # a process that died says nothing: it is asked again
-            rewards.batched[name, task.source] = result.parts.get(BATCH, 0.0) == 1.0
 
 
 async def _judged(rollout: Rollout, found: dict[str, CallResult], rewards: RewardSet) -> Rollout:
@@ -327,7 +341,7 @@ def _calls(at: int, group: Group, rewards: RewardSet, streams: Mapping[str, int]
     packed = {n: json.dumps(pack_rollout(r)) for n, r in enumerate(group.rollouts) if not r.error}
     index = {n: r.index for n, r in enumerate(group.rollouts)}
     names = [n for n in rewards.of(group.task) if n in streams]
-    together = [n for n in names if rewards.batched.get((n, group.task.source))]
+    together = [n for n in names if rewards.batched.get(n)]
     for n, rollout in packed.items():
         for name in names:
             if name not in together:
