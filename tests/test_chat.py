@@ -7,7 +7,7 @@ from tokenizers import processors
 
 from encoded import encode_prompt, encode_response
 from whet.config.schema import TokenizerConfig
-from whet.data.chat import as_prompt, read_template
+from whet.data.chat import as_prompt, lacking_header, read_template
 from whet.data.codec import MessageCodec
 from whet.data.tokenizer import load_tokenizer
 from whet.types import ConfigError, DataError, Message
@@ -43,6 +43,24 @@ def test_messages_are_rendered_with_the_reply_header(tokenizer):
     assert encode_prompt(tokenizer, (SYSTEM, USER)) == tokens(tokenizer, text)
     assert encode_prompt(tokenizer, (USER,), system="be brief") == tokens(tokenizer, text)
     assert encode_prompt(tokenizer, "2+2?", chat=True) == tokens(tokenizer, "<user>2+2?<eos><assistant>")
+
+
+@pytest.mark.parametrize(
+    ("template", "lacking"),
+    [
+        (CHATML, ""),
+        (CHATML.partition("{% if add")[0], "<user>assistant"),  # the second half was left out
+        ("{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"  # Mistral's kind
+         "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}", ""),
+        ("{{ raise_exception('no') }}", ""),
+        (None, ""),
+    ],
+)  # fmt: skip
+def test_a_template_that_ignores_add_generation_prompt_lacks_the_header_of_a_reply(
+    tokenizer, template, lacking, monkeypatch
+):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert lacking_header(tokenizer) == lacking
 
 
 @pytest.mark.parametrize(

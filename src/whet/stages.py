@@ -19,6 +19,7 @@ from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint
 from whet.config.simulated import simulated
 from whet.context import Context
+from whet.data.chat import lacking_header
 from whet.data.demonstrations import open_demonstrations
 from whet.data.tasks import TaskStream, eval_tasks, learned_turns
 from whet.evaluation import check_sources, judging
@@ -148,6 +149,13 @@ NO_TEMPLATE = (
 )
 
 
+NO_HEADER = (
+    "the chat template writes {header!r} before a reply in a conversation, but not after a prompt that waits for one "
+    "(it ignores add_generation_prompt), so replies are sampled and learned without it. If the model expects it, add "
+    "it to the template (tokenizer.chat_template): {{% if add_generation_prompt %}}...{{% endif %}}"
+)
+
+
 @dataclass(frozen=True)
 class Begun:
     """What a stage is opened from: its data is read."""
@@ -212,6 +220,8 @@ def tell(begun: Begun, tokenizer: PreTrainedTokenizerBase) -> None:
     log.info("stage %s: %s", name, ", ".join(f"{k} {v}" for k, v in tasks.counts.items()))
     if cfg.model.path and cfg.data.chat is None and tokenizer.chat_template and (plain := tasks.plain_text()):
         log.warning("stage %s: %s", name, NO_TEMPLATE.format(sources=", ".join(plain)), extra={CONSOLE: True})
+    if tasks.has_chats and (header := lacking_header(tokenizer)):
+        log.warning("stage %s: %s", name, NO_HEADER.format(header=header), extra={CONSOLE: True})
     rows, epochs, reached = tasks.rows_per_epoch, cfg.train.epochs, steps * begun.drawn
     if epochs and reached != (wanted := tasks_of(rows, epochs)):
         asked = f"{epochs:g} epochs of {rows} rows are {float(wanted):g} tasks"

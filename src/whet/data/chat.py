@@ -374,6 +374,20 @@ def _lost(
     return None
 
 
+def lacking_header(tokenizer: Tokenizer) -> str:
+    """What the template writes between a question and its reply, where it writes it for no reply that is still to come:
+    it ignores `add_generation_prompt`. '' for every other template, and without one."""
+    asked = [Message("user", "q")]
+    try:
+        before = render(tokenizer, asked)
+        if before != render(tokenizer, asked, header=False):
+            return ""
+        whole = render(tokenizer, [*asked, Message("assistant", MARK)], header=False)
+    except (ConfigError, DataError):  # no template, or one that refuses such a short conversation
+        return ""
+    return whole.removeprefix(before).partition(MARK)[0].strip() if whole.startswith(before) else ""
+
+
 def _closing(tokenizer: Tokenizer) -> str:
     """What the template writes after a reply that ends a conversation."""
     said = render(tokenizer, [Message("user", "q"), Message("assistant", MARK)], header=False)

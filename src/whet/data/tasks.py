@@ -151,6 +151,11 @@ class TaskStream:
         return [name for name, prompt in first if prompt and isinstance(prompt, str)]
 
     @property
+    def has_chats(self) -> bool:
+        """Whether prompts of a source are messages, judged by the first row of each."""
+        return any(isinstance(s.task(0, 0).prompt, tuple) for s in self._sources)
+
+    @property
     def widest(self) -> list[Task]:
         """For each source and label, a task with every column that some row of the source has."""
         return [task for source in self._sources for task in source.widest]
