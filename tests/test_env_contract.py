@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from codecs_numbers import Numbers
 from jumping import go
@@ -984,6 +986,14 @@ def test_closed_hosts_leave_no_process(opened: Opened) -> None:
 def test_a_step_that_is_none_is_named(step: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         as_step(step)
+
+
+@pytest.mark.parametrize(
+    "done", [np.bool_(True), (np.array([1]) == 1).all(), np.array([True]), torch.tensor(1) > 0]
+)
+def test_an_episode_is_over_by_a_truth_value_of_any_package(done: Any) -> None:
+    assert as_step(EnvStep(done=done)).done is True
+    assert as_step(EnvStep([Message("user", "x")], done=~done)).done is False
 
 
 def test_messages_are_a_list() -> None:

@@ -13,12 +13,12 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, get_args
 
 from whet.envs.calls import CallContext, Ended, run
-from whet.guard.foreign import number
+from whet.guard.foreign import is_number, number
 from whet.guard.program import ProgramOutcome
 from whet.tables import near
 from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec, WhetError
@@ -356,8 +356,7 @@ def as_step(value: object) -> EnvStep:
     """A checked step with finite numbers. ValueError says what is wrong with it."""
     if not isinstance(value, EnvStep):
         raise ValueError(f"step returned {type(value).__name__}; expected EnvStep")
-    if not isinstance(value.done, bool | None):
-        raise ValueError(f"EnvStep.done: {type(value.done).__name__}; expected bool")
+    value = replace(value, done=_flag(value.done))
     if value.fault is not None and not isinstance(value.fault, str):
         raise ValueError(f"EnvStep.fault: {type(value.fault).__name__}; expected a text or None")
     history = None if value.history is None else as_messages(value.history, "EnvStep.history")
@@ -373,6 +372,14 @@ def as_step(value: object) -> EnvStep:
         fault=value.fault,
         history=history,
     )
+
+
+def _flag(value: Any) -> bool | None:
+    """A truth value; also of numpy or torch, as comparing their numbers gives it."""
+    plain = value.item() if hasattr(value, "item") and is_number(value) else value
+    if not isinstance(plain, bool | None):
+        raise ValueError(f"EnvStep.done: {type(value).__name__}; expected True, False or None")
+    return plain
 
 
 def _state(value: Json) -> Json:
