@@ -450,6 +450,17 @@ def test_experts_in_mxfp4_sample_as_a_model_of_the_rounded_weights(family: str) 
     assert run(synced(WeightUpdate(version=3, tensors=iter(list(other.named_parameters()))))) == expected
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8", "mxfp4"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_no_number_makes_its_output_none(kind: Quantization, bad: float) -> None:
+    """A policy that has diverged must fail, not sample from zeros."""
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    weight[2, 3] = bad
+    y = Quantised.like(weight, kind).times(torch.ones(3, 64))
+    assert not y[:, 2].isfinite().any()
+    assert y[:, [0, 1, *range(3, 32)]].isfinite().all()
+
+
 def test_mxfp4_needs_experts() -> None:
     with pytest.raises(ConfigError, match="has no experts with inputs by 32"):
         engine(tiny_model("qwen3"), quantization="mxfp4")
