@@ -367,6 +367,38 @@ def test_stop_text_equals_a_search_in_the_whole_text(data: st.DataObject) -> Non
         assert watch.push(i) == any(s in whole for s in stops)
 
 
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), early=st.integers(0, 60))
+def test_stop_text_within_the_early_tokens_ends_nothing(data: st.DataObject, early: int) -> None:
+    pieces = data.draw(st.lists(st.sampled_from(["a", "b", "ab", "", " ba", "bbbbbbbbb", "é"]), max_size=80))
+    stops = tuple(data.draw(st.lists(st.text("ab é", min_size=1, max_size=6), min_size=1, max_size=3)))
+    watch = StopText(stops, lambda ids: "".join(pieces[i] for i in ids), early)
+    passed = len("".join(pieces[:early]))
+    for i in range(len(pieces)):
+        whole = "".join(pieces[: i + 1])
+        ends = [at + len(s) for s in stops for at in range(len(whole)) if whole.startswith(s, at)]
+        assert watch.push(i) == (i >= early and any(end > passed for end in ends))
+
+
+def test_stop_text_whose_first_letter_is_early_in_half() -> None:
+    parts = [b"ab", "é".encode()[:1], "é".encode()[1:], b"c"]
+    watch = StopText(("éc",), lambda ids: b"".join(parts[i] for i in ids).decode(errors="replace"), 2)
+    assert [watch.push(i) for i in range(4)] == [False, False, False, True]
+
+
+def test_min_tokens_hold_for_stop_strings_too() -> None:
+    prompt = prompts([5])[0]
+    jobs = [(prompt, Sampling(key=k, max_tokens=60, min_tokens=25, stop=("abba", "cc"))) for k in range(12)]
+    free = [(prompt, Sampling(key=k, max_tokens=60)) for k in range(12)]
+    e = engine(end_token_ids=[], decode=letters)
+    held, whole = run(ask(e, jobs)), run(ask(e, free))
+    for reply_, full in zip(held, whole):
+        text = letters(full.token_ids)
+        ends = [text.find(s, 26 - len(s)) + len(s) for s in ("abba", "cc") if text.find(s, 26 - len(s)) >= 0]
+        assert reply_.token_ids == full.token_ids[: min(ends, default=60)]
+    assert sum(any(s in letters(c.token_ids[:25]) for s in ("abba", "cc")) for c in whole) > 3
+
+
 def test_stop_text_decodes_a_window() -> None:
     longest = 0
 

@@ -206,7 +206,7 @@ class Sampling:
     min_p: float = 0.0
     max_tokens: int = 256
     min_tokens: int = 0
-    """End tokens cannot be sampled before this many tokens."""
+    """End tokens cannot be sampled before this many tokens, and a stop string complete with them ends nothing."""
     stop: tuple[str, ...] = ()
     """Stop strings: sampling ends once the reply's text contains one. Its tokens stay in the reply."""
     stop_token_ids: tuple[int, ...] = ()

@@ -161,7 +161,7 @@ class HfEngine:
         """Token by token to the end; whether it ended by itself."""
         s = reply.sampling
         ends = ends_of(s, self.end_token_ids)
-        text = StopText(s.stop, self.decode) if s.stop and self.decode is not None else None
+        text = StopText.of(s, self.decode)
         for _ in range(s.max_tokens):
             await self.gate.step()
             with self.span("decode"):

@@ -156,22 +156,43 @@ class StopText:
     Only a window of the newest tokens is decoded. It holds every text that may still become a stop string,
     and a margin for what a tokenizer does to the first characters of a text that begins inside a word or a
     letter.
+
+    early: that many tokens are sampled whatever their text is (`Sampling.min_tokens`): a stop string that is complete
+    with them counts as any other text.
     """
 
     MARGIN: ClassVar[int] = 8
 
     stops: tuple[str, ...]
     decode: Decode
+    early: int = 0
     found: bool = False
     window: list[int] = field(default_factory=list)
+    dropped: int = 0
+    """Tokens that came before the window."""
+
+    @classmethod
+    def of(cls, sampling: Sampling, decode: Decode | None) -> StopText | None:
+        """None: there is nothing to look for."""
+        if not sampling.stop or decode is None:
+            return None
+        return cls(sampling.stop, decode, early=sampling.min_tokens)
 
     def push(self, token: int) -> bool:
         """Take the next token in; whether the reply's text contains a stop string by now."""
         self.window.append(token)
         text = self.decode(self.window)
-        self.found = self.found or any(stop in text for stop in self.stops)
+        if self.dropped + len(self.window) > self.early:
+            self.found = self.found or self._ends(text)
         needed = max(map(len, self.stops)) + self.MARGIN
         half = self.window[len(self.window) // 2 :]
         if len(text) > 2 * needed and len(self.decode(half)) > needed:
+            self.dropped += len(self.window) - len(half)
             self.window = half
         return self.found
+
+    def _ends(self, text: str) -> bool:
+        """Whether a stop string of the window's text ends behind the early tokens."""
+        early = self.window[: max(0, self.early - self.dropped)]
+        passed = len(self.decode(early).rstrip("\ufffd")) if early else 0  # a letter may be in half
+        return any(text.find(stop, max(0, passed - len(stop) + 1)) >= 0 for stop in self.stops)

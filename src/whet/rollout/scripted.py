@@ -115,7 +115,7 @@ class ScriptedEngine:
 
     def _cut(self, tokens: list[int], sampling: Sampling, version: int) -> Completion:
         ends = ends_of(sampling, self.end_token_ids)
-        text = StopText(sampling.stop, self.decode) if sampling.stop and self.decode is not None else None
+        text = StopText.of(sampling, self.decode)
         kept: list[int] = []
         stopped = False
         for token in tokens:

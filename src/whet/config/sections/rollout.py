@@ -34,7 +34,8 @@ class SamplingConfig(Section):
     max_tokens: Positive = 256
     """Longest reply, in tokens. (verl: max_response_length; TRL: max_completion_length)"""
     min_tokens: Count = 0
-    """Minimum length of a reply, in tokens: no end token is sampled before."""
+    """Minimum length of a reply, in tokens: no end token is sampled before, and a stop string that is complete before
+    does not end the reply."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
     stop_token_ids: tuple[int, ...] = ()

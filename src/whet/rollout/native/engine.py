@@ -288,16 +288,14 @@ class NativeEngine:
         return self.running and not self.holding and not self.away
 
     def _row(self, request: Request) -> Generation:
-        sampling, stop_text = request.sampling, None
-        if sampling.stop and self.decode is not None:
-            stop_text = StopText(sampling.stop, self.decode)
+        sampling = request.sampling
         return Generation(
             prompt=request.prompt,
             sampling=sampling,
             ends=ends_of(sampling, self.end_token_ids),
             plain=is_plain(sampling),
             result=asyncio.get_running_loop().create_future(),
-            stop_text=stop_text,
+            stop_text=StopText.of(sampling, self.decode),
         )
 
     def _wake(self) -> None:
