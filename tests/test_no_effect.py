@@ -68,6 +68,22 @@ def test_an_end_token_beyond_a_built_vocabulary_ends_the_run_before_it_trains(tm
     assert not (tmp_path / "run/metrics.jsonl").read_text()
 
 
+def test_a_stop_string_that_no_text_has_ends_the_run_before_it_trains(tmp_path: Path) -> None:
+    """Replies are decoded without control tokens."""
+    stops = {"rollout": {"group_size": 2, "sampling": {"max_tokens": 2, "stop": ["7", "!<user>"]}}}
+    number = build("chars", 100, ["a"]).convert_tokens_to_ids("<user>")
+    why = rf"rollout\.sampling\.stop: '!<user>' has the control token '<user>', .*stop_token_ids=\[{number}\]"
+    with pytest.raises(ConfigError, match=why):
+        whet.train(**copy.deepcopy(BASE | stops), run_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    """Every text has it: all replies would be of one token."""
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop"):
+        problems("rollout.sampling.stop=['']")
+
+
 @pytest.mark.parametrize(
     "older",
     [

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.checkpoint import TOKENIZER, Keep, Saver
-from whet.config.checks import check_stop_tokens
+from whet.config.checks import check_stop_texts, check_stop_tokens
 from whet.config.checks_parallel import world
 from whet.config.checks_sync import has_adapters
 from whet.config.engines import ENGINES
@@ -24,6 +24,7 @@ from whet.config.plan import Plan, dtype_on
 from whet.config.resuming import RESUME
 from whet.config.schema import Config, LoraConfig, ModelConfig
 from whet.context import StopFlag
+from whet.data.chat import control_tokens
 from whet.data.tasks import texts
 from whet.data.timed import decoded
 from whet.data.tokenizer import load_tokenizer, write_built
@@ -230,6 +231,7 @@ def open_models(
     model = policy.model
     rows = model.get_output_embeddings().out_features
     check_stop_tokens(loaded.stages, rows)
+    check_stop_texts(loaded.stages, control_tokens(tokenizer))
     if rows > len(tokenizer):
         log.info(NO_TEXT.format(tokens=len(tokenizer), rows=rows))
     ops = kernels.load(cfg.machine.kernels)

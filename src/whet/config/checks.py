@@ -158,6 +158,22 @@ def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
             )
 
 
+def check_stop_texts(stages: Sequence[Config], control: Mapping[str, int]) -> None:
+    """ConfigError for stop strings with a control token, which the text of a reply never has. control: the ids of
+    control tokens, by their text."""
+    found = dict.fromkeys(
+        f"{key}.sampling.stop: {text!r} has the control token {token!r}, and the text of a reply, in which stop "
+        f"strings are looked for, has none: use {key}.sampling.stop_token_ids=[{number}]"
+        for cfg in stages
+        for key, sampling in all_sampling(cfg).items()
+        for text in sampling.stop
+        for token, number in control.items()
+        if len(token) > 1 and token in text  # a single character is in the text of other tokens, too
+    )
+    if found:
+        raise ConfigError("; ".join(found))
+
+
 def _batch(cfg: Config, algorithm: Resolved | None) -> Iterator[Problem]:
     yield from train_problems(cfg, algorithm)
     for key, sampling in all_sampling(cfg).items():

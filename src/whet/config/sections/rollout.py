@@ -36,8 +36,8 @@ class SamplingConfig(Section):
     min_tokens: Count = 0
     """Minimum length of a reply, in tokens: no end token is sampled before, and a stop string that is complete before
     does not end the reply."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a reply."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end a reply. Control tokens are not in its text: name these in stop_token_ids."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a reply, in addition to the end tokens of the model."""
     ignore_eos: bool = False
