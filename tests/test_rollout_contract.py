@@ -220,6 +220,19 @@ def test_min_tokens_holds_end_tokens_back(engine: RolloutEngine) -> None:
         assert 6 < len(done.token_ids) <= 12 or done.finish_reason == "length"
 
 
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_p": 0.9}])
+@pytest.mark.parametrize("made", [native, hf])
+def test_weights_that_diverged_are_said_to_have(
+    made: Callable[..., RolloutEngine], how: dict[str, float]
+) -> None:
+    wrong, engine = module(), made("auto") if made is native else made()
+    with torch.no_grad():
+        wrong.get_output_embeddings().weight[3] = math.nan
+    run(engine.update_weights(WeightUpdate(version=1, module=wrong)))
+    with pytest.raises(WhetError, match="the policy's weights have most likely diverged"):
+        run(reply(engine, PROMPT, Sampling(max_tokens=4, **how)))
+
+
 def test_ignore_eos_goes_to_the_limit(engine: RolloutEngine) -> None:
     done = run(ask(engine, jobs(30, ignore_eos=True)))
     assert {(len(c.token_ids), c.finish_reason) for c in done} == {(12, "length")}

@@ -227,6 +227,17 @@ def test_the_largest_random_number_draws_the_last_possible_token(scale: float) -
         assert below == pytest.approx(float(weight.double().sum()), rel=1e-15)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_of_logits_that_are_no_distribution_the_log_prob_is_nan(bad: float) -> None:
+    """On a GPU an index out of range would take the process's device away; the engine asks for the log-prob."""
+    logits = torch.zeros(3, 20)
+    logits[1] = bad
+    token, logp = sampler.draw(logits, torch.full((3,), 0.5, dtype=torch.float64))
+    assert token.tolist()[::2] == [10, 10]
+    assert 0 <= int(token[1]) < 20
+    assert logp.isfinite().tolist() == [True, False, True]
+
+
 def test_greedy_takes_the_smallest_of_equal_ids_with_log_prob_zero() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, 0.0, 5.0, 5.0], [0.0, 1.0, 2.0, 3.0]])
     filters = Filters.of([Sampling(temperature=0), Sampling(temperature=0), Sampling()])

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from whet.guard import pulse
+from whet.models.torch_ops import bad_logits
 from whet.rollout.engine import (
     PARTS,
     Capabilities,
@@ -187,6 +188,8 @@ class HfEngine:
         token_1, sample_logp_1 = sampler.pick(picked_1V, filters, uniform_1)
         logp_V = (raw_1V / filters.temperature_B[:, None]).log_softmax(-1)[0]
         token = int(token_1)
+        if not logp_V[token].isfinite():
+            raise bad_logits(1)
         reply.token_ids.append(token)
         reply.logprobs.append(float(logp_V[token]))
         reply.sample_logprobs.append(float(sample_logp_1))

@@ -129,13 +129,14 @@ def draw(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row by inverting the distribution function: (token [B] int64, its log-prob [B] float32).
 
     uniform_B: float64 in [0, 1). A token of probability 0 is never drawn: `right=True` steps over its empty
-    interval, and the point drawn is held below the total.
+    interval, and the point drawn is held below the total. Where the logits are no distribution, the log-prob is NaN.
     """
     weight_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).exp()
     below_BV = weight_BV.double().cumsum(1)
     total_B1 = below_BV[:, -1:]
     point_B1 = torch.minimum(uniform_B[:, None] * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
     token_B1 = torch.searchsorted(below_BV, point_B1, right=True)
+    token_B1 = token_B1.clamp_(max=logits_BV.shape[1] - 1)  # of NaN, none is found
     return token_B1.squeeze(1), logits_BV.log_softmax(-1).gather(1, token_B1).squeeze(1)
 
 
