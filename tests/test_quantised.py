@@ -384,6 +384,21 @@ def test_a_replica_that_has_only_8_bits_gives_none_away() -> None:
         inbox.give()
 
 
+def test_graphs_go_when_quantised_weights_have_moved() -> None:
+    """A graph reads addresses; weights that were away and came back have others."""
+    recorder = Again()
+    e = engine(tiny_model(), quantization="int8", max_num_seqs=1, recorder=recorder)
+    jobs = group(prompts([5])[0], 1, max_tokens=4, ignore_eos=True)
+    run(ask(e, jobs))
+    run(ask(e, jobs))
+    assert recorder.captures == 1
+    weights = next(iter(held(e.module).values()))
+    kept, weights.numbers = weights.numbers, weights.numbers.clone()  # as `place` does on a GPU
+    run(ask(e, jobs))
+    assert recorder.captures == 2
+    assert kept.data_ptr() != weights.numbers.data_ptr()
+
+
 # ---------------------------------------------------------------- mxfp4
 
 

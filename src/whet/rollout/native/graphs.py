@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whet.models.attention import CachedAttention, KvCache
 from whet.models.forward import Decoder
 from whet.models.kernels import Ops
+from whet.models.quantised import Quantised, held
 from whet.types import WhetError
 
 MOST_GRAPHS = 64
@@ -139,7 +140,9 @@ class FixedShapeStep:
         self.table_BP = torch.zeros(max_num_seqs, max_pages, dtype=torch.int32, device=device)
         self.graphs: dict[tuple[int, int], Callable[[], Tensor]] = {}
         """By (rows, pages), the last used last."""
+        self.module = module
         self.owned = [d for m in module.modules() for d in (m._parameters, m._buffers) if d]
+        self.quantised: list[Quantised] = []
         self.addresses = self._addresses()
 
     def __call__(self, fed_2B: Tensor, table_BP: Tensor) -> Tensor:
@@ -147,6 +150,8 @@ class FixedShapeStep:
 
         table_BP: the pages of each row, wide enough for the longest. Raises CannotCapture.
         """
+        if not self.graphs:
+            self.quantised = list(held(self.module).values())
         addresses = self._addresses()
         if addresses != self.addresses:
             self.graphs.clear()
@@ -175,7 +180,8 @@ class FixedShapeStep:
         return self.decoder.hidden(token_B, length_B, attend)
 
     def _addresses(self) -> list[int]:
-        return [t.data_ptr() for tensors in self.owned for t in tensors.values() if t is not None]
+        own = [t.data_ptr() for tensors in self.owned for t in tensors.values() if t is not None]
+        return own + [t.data_ptr() for weights in self.quantised for t in (weights.numbers, weights.scale)]
 
 
 def row_buckets(most: int) -> list[int]:
