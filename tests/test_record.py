@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import math
 import os
 import random
 import signal
+import socket
 import stat
 import struct
 import subprocess
@@ -26,6 +28,7 @@ from safetensors.torch import save_file
 from forked import ran
 from whet.buffer import files as queue_files
 from whet.guard.printed import FIRST_LINE
+from whet.guard.processes import state, until
 from whet.storage import fetch
 from whet.track import files, manifest, record, turn_seconds, written
 from whet.track.log import setup_logging
@@ -266,6 +269,41 @@ RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_run_whose_process_nobody_waited_for_is_not_running(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None
+        run.stdout.readline()
+        assert files.is_running(tmp_path) is True
+        assert files.runs_here(tmp_path) == run.pid
+        run.kill()
+        assert until(lambda: state(run.pid) == "Z", 60), "it has ended, and its number is still taken"
+        assert files.is_running(tmp_path) is False
+        assert files.runs_here(tmp_path) is None
+
+
+def test_a_run_whose_number_is_another_process_s_by_now_is_not_running(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text(f"{os.getpid()} {socket.gethostname()}\n")
+    assert files.is_running(tmp_path) is False
+    (tmp_path / "lock").write_text(f"{os.getpid()} another-host\n")
+    assert files.is_running(tmp_path) is None
+
+
+def test_who_looks_whether_a_run_lives_keeps_none_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.RunLock(tmp_path).release()
+    with files.lock_opened(tmp_path / "lock", os.O_RDONLY) as looking:
+        files.lock(looking, fcntl.LOCK_SH)
+        with pytest.raises(WhetError, match="in use"):
+            files.RunLock(tmp_path)
+        monkeypatch.setattr(
+            files.time, "sleep", lambda _: [fcntl.flock(handle, fcntl.LOCK_UN) for handle in looking]
+        )
+        files.RunLock(tmp_path).release()
 
 
 @pytest.mark.parametrize("replaced", [False, True])

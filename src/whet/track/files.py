@@ -15,8 +15,9 @@ import shutil
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -248,6 +249,8 @@ def sync_path(path: Path) -> None:
 
 MOST_HOLDER_BYTES = 500
 """Of the pid and host in a lock file."""
+_LOOKS, _LOOK_S = 20, 0.01
+"""How often, and after which pause, a run's lock is tried before it is another run's."""
 
 
 class RunLock:
@@ -267,7 +270,7 @@ class RunLock:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._handles = lock_handles(path)
-            lock(self._handles)
+            _lock_soon(self._handles)
             os.ftruncate(self._handles[1], 0)
             os.pwrite(self._handles[1], f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         except OSError as e:
@@ -306,30 +309,39 @@ class RunLock:
 os.register_at_fork(after_in_child=RunLock._after_fork)
 
 
-def lock_handles(path: Path) -> list[int]:
+def lock_handles(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> list[int]:
     """A lock file and the folder around it, opened for `lock`. Who closes them lets others in.
 
     The folder is locked, too, for a file can be deleted while its lock is held, and another made in its place.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return [folder, not_linked(path, os.O_RDWR | os.O_CREAT)]
+        return [folder, not_linked(path, flags)]
     except OSError:
         os.close(folder)
         raise
 
 
-def lock(handles: Sequence[int]) -> None:
+def lock(handles: Sequence[int], how: int = fcntl.LOCK_EX) -> None:
     """Lock what `lock_handles` opened. BlockingIOError if another process has."""
     folder, file = handles
-    _lock_folder(folder)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _lock_folder(folder, how)
+    fcntl.flock(file, how | fcntl.LOCK_NB)
+
+
+def _lock_soon(handles: Sequence[int]) -> None:
+    """The same; who only looks whether a run lives (`is_running`) has the lock for a moment."""
+    for _ in range(_LOOKS):
+        with suppress(BlockingIOError):
+            return lock(handles)
+        time.sleep(_LOOK_S)
+    return lock(handles)
 
 
 @contextmanager
-def lock_opened(path: Path) -> Iterator[list[int]]:
+def lock_opened(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[list[int]]:
     """The handles of a lock as long as it lasts; leaving lets others in."""
-    handles = lock_handles(path)
+    handles = lock_handles(path, flags)
     try:
         yield handles
     finally:
@@ -337,10 +349,10 @@ def lock_opened(path: Path) -> Iterator[list[int]]:
             os.close(handle)
 
 
-def _lock_folder(handle: int) -> None:
+def _lock_folder(handle: int, how: int) -> None:
     """Lock a folder that is open, where its file system can do that. BlockingIOError if another process has."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, how | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError as e:
@@ -366,36 +378,28 @@ def holder(run_dir: Path) -> tuple[int, str] | None:
 
 
 def is_running(run_dir: Path) -> bool | None:
-    """Whether the run's process lives. None: unknown, because it runs on another host."""
+    """Whether the run's process lives: whether its lock is held, for the number in the file may be that of a process
+    that has ended and that nobody waited for, or of another one by now. None: unknown, because it runs on another host,
+    or its lock cannot be looked at."""
     who = holder(run_dir)
     if who is None:
         return False
-    pid, host = who
-    if host != socket.gethostname():
+    if who[1] != socket.gethostname():
         return None
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # it lives, and is another user's
-    return True
+        with lock_opened(run_dir / "lock", os.O_RDONLY) as handles:
+            lock(handles, fcntl.LOCK_SH)  # two who look do not find each other
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def runs_here(run_dir: Path) -> int | None:
-    """The process of this machine that holds the run's lock. The number in the file alone may be another process's by
-    now."""
+    """The process of this machine that holds the run's lock."""
     who = holder(run_dir)
-    if who is None or who[1] != socket.gethostname():
-        return None
-    try:
-        with lock_opened(run_dir / "lock") as handles:
-            lock(handles)
-    except BlockingIOError:
-        return who[0]
-    except OSError:
-        return None
-    return None
+    return who[0] if who is not None and is_running(run_dir) else None
 
 
 def _in_use(run_dir: Path) -> str:
