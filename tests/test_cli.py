@@ -185,6 +185,29 @@ def test_a_path_that_the_system_refuses_is_one_message(name: str, said: str, tmp
     assert re.fullmatch(rf"whet: \[Errno [0-9]+\] {said}\n", done.stderr), done.stderr
 
 
+IN_NO_FOLDER = """
+import os, sys
+from whet import cli
+os.rmdir(os.getcwd())
+cli.main()
+"""
+
+
+def test_a_current_folder_that_is_removed_is_told_as_one_message(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "a.yaml").write_text("name: a\n")
+    done = subprocess.run(
+        [sys.executable, "-c", IN_NO_FOLDER, "plan", str(tmp_path / "a.yaml")],
+        cwd=tmp_path / "gone",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    said = "the folder in which this command was given is not there any more; change to one that is"
+    assert (done.returncode, done.stderr) == (1, f"whet: [Errno 2] No such file or directory: {said}\n")
+
+
 def test_the_package_itself_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "whet", "--version"], capture_output=True, text=True, check=False, timeout=60

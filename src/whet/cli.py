@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
@@ -559,6 +560,18 @@ _ADVICE = {
 """What a user can do about an error of the system, whichever part of a command met it."""
 
 
+_LOST = "the folder in which this command was given is not there any more; change to one that is"
+
+
+def _folder_is_gone() -> bool:
+    """Whether the current folder was removed: no path, not even a whole one, can be made absolute then."""
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
+
+
 def main() -> None:
     """Entry point: a user error is one message, not a traceback. Exit code 2: nothing was run."""
     arguments = sys.argv[1:]
@@ -573,7 +586,8 @@ def main() -> None:
         typer.echo(f"whet: {plain(str(e))}", err=True)
         sys.exit(2 if isinstance(e, ConfigError) else 1)
     except OSError as e:
-        if (advice := _ADVICE.get(e.errno or 0)) is None:
+        advice = _LOST if e.errno == errno.ENOENT and _folder_is_gone() else _ADVICE.get(e.errno or 0)
+        if advice is None:
             raise
         typer.echo(f"whet: {plain(str(e))}: {advice}", err=True)
         sys.exit(1)
