@@ -939,6 +939,50 @@ def test_a_machine_that_stands_still_is_nobody_s_hold_of_the_event_loop(
     assert heard == ["beat"] * looks + ["hung"]
 
 
+@pytest.mark.parametrize(
+    "how", ["raises", "dies"]
+)  # "dies": its episode is played again in a host of its own
+def test_a_host_that_is_killed_as_it_starts_is_replaced(
+    opened: Opened, clean: dict[int, Rollout], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    hosts = opened("Hostile", how=how, at="never" if how == "raises" else "first")
+    killed, greet = [], hosts._greet
+
+    def kills(place: Any) -> None:
+        if len(killed) < 3:
+            killed.append(place)
+            place.line.process.kill()
+        greet(place)
+
+    monkeypatch.setattr(hosts, "_greet", kills)
+    (pid,) = (place.line.process.pid for place in hosts._hosts)
+    os.kill(pid, signal.SIGKILL)
+    found = play(hosts.make)
+    wrong = {uid for uid in clean if found[uid] != clean[uid]}
+    assert wrong == (set() if how == "raises" else {11})
+    assert hosts.restarts >= 1 + len(killed) == 4
+
+
+def test_hosts_that_are_killed_as_they_start_count_among_those_in_a_row(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "MOST_DEATHS", 2)
+    hosts = opened("Hostile", how="raises", at="never")
+    greet = hosts._greet
+
+    def kills(place: Any) -> None:
+        place.line.process.kill()
+        greet(place)
+
+    monkeypatch.setattr(hosts, "_greet", kills)
+    (pid,) = (place.line.process.pid for place in hosts._hosts)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(
+        EnvBroken, match=r"3 hosts in a row were lost; the last one: .*did not start: killed by SIG"
+    ):
+        play(hosts.make)
+
+
 def test_hosts_that_die_in_a_row_end_the_run(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts_module, "MOST_DEATHS", 1)
     make = _all_are(opened("Hostile", how="dies", at="first"))

@@ -329,7 +329,8 @@ class EnvHosts:
     # -- starting
 
     def _start(self, *, alone: bool) -> _HostProcess:
-        """A host that is ready to play. ConfigError if it cannot load the environment. Blocks."""
+        """A host that is ready to play. ConfigError if it cannot load the environment, _NotStarted if it has ended.
+        Blocks."""
         folder = self._own.path / f"{next(self._starts)}"
         folder.mkdir()
         marks = str(folder / "marks")
@@ -345,7 +346,7 @@ class EnvHosts:
             place.end()
             line.hang_up()
             if isinstance(error, EOFError | OSError):
-                raise ConfigError(
+                raise _NotStarted(
                     f"rollout.env.make={self.cfg.make}: its host did not start: {how_it_ended(line)}"
                 ) from error
             raise
@@ -376,16 +377,23 @@ class EnvHosts:
             threading.Thread(target=work, name="whet-env-host", daemon=True).start()
 
     async def _another(self, *, alone: bool) -> _HostProcess:
-        """One more host. One that nobody waits for any more is ended by the thread that started it: the
-        loop may have ended by then."""
-        starter = ThreadPoolExecutor(1, thread_name_prefix="whet-env-start")
-        starting = starter.submit(self._start, alone=alone)
-        starter.shutdown(wait=False)
-        try:
-            place = await asyncio.wrap_future(starting)
-        except asyncio.CancelledError:
-            starting.add_done_callback(_end_unwanted)
-            raise
+        """One more host, instead of those that are killed as they start. One that nobody waits for any more is ended by
+        the thread that started it: the loop may have ended by then."""
+        place: _HostProcess | None = None
+        tries = 0
+        while place is None:
+            starter = ThreadPoolExecutor(1, thread_name_prefix="whet-env-start")
+            starting = starter.submit(self._start, alone=alone)
+            starter.shutdown(wait=False)
+            try:
+                place = await asyncio.wrap_future(starting)
+            except asyncio.CancelledError:
+                starting.add_done_callback(_end_unwanted)
+                raise
+            except _NotStarted as error:
+                tries += 1
+                if self._broken is not None or not self._book(str(error)) or tries == MOST_DEATHS:
+                    raise
         if self._broken is not None:
             _end_unwanted(starting)
             raise EnvBroken(self._broken)
@@ -394,14 +402,19 @@ class EnvHosts:
 
     def _lost(self, why: str) -> None:
         """Book that a shared host is lost, and start another one, unless there have been too many."""
+        if self._book(why):
+            self._later(self._replace())
+
+    def _book(self, why: str) -> bool:
+        """Count a host that is lost. False: there have been too many, and the run ends."""
         log.warning("environment: %s", why)
         self._deaths += 1
         self.restarts += 1
-        if self._deaths > MOST_DEATHS:
-            self._broken = f"rollout.env: {self._deaths} hosts in a row were lost; the last one: {why}"
-            self._news.set()
-        else:
-            self._later(self._replace())
+        if self._deaths <= MOST_DEATHS:
+            return True
+        self._broken = f"rollout.env: {self._deaths} hosts in a row were lost; the last one: {why}"
+        self._news.set()
+        return False
 
     async def _replace(self) -> None:
         """Another shared host."""
@@ -553,6 +566,10 @@ class EnvHosts:
             place.dead = "its host was ended"
             self._hosts.remove(place)
             place.end()
+
+
+class _NotStarted(ConfigError):
+    """A host ended before it was ready: its environment ends it, or somebody else did."""
 
 
 def _end_unwanted(starting: Future[_HostProcess]) -> None:
