@@ -219,11 +219,16 @@ def test_a_wish_reaches_the_process_that_runs_there(tmp_path: Path) -> None:
     "said",
     [
         "", "{", "[]", '{"replicas": 2}',
-        json.dumps({"replicas": 0, "at_ns": 1, "process": os.getpid(), "host": socket.gethostname()}),
+        json.dumps(
+            {"replicas": 0, "at_ns": 1, "process": os.getpid(), "began": 0, "host": socket.gethostname()}
+        ),
         json.dumps({"replicas": 2, "at_ns": 1, "process": os.getpid() + 1, "host": socket.gethostname()}),
         json.dumps({"replicas": 2, "at_ns": 1, "process": os.getpid(), "host": "another"}),
+        json.dumps(
+            {"replicas": 2, "at_ns": 1, "process": os.getpid(), "began": 1, "host": socket.gethostname()}
+        ),
     ],
-    ids=["nothing", "torn", "a list", "half", "none", "another process", "another host"],
+    ids=["nothing", "torn", "a list", "half", "none", "another process", "another host", "an earlier process"],
 )  # fmt: skip
 def test_what_is_no_wish_for_this_process(tmp_path: Path, said: str) -> None:
     (tmp_path / scale.FILE).write_text(said)

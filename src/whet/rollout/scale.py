@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.config.load import load
+from whet.guard.processes import process
 from whet.track.files import holder, is_running, write_json
 from whet.types import WhetError
 
@@ -46,11 +47,9 @@ def ask(run_dir: Path, count: int) -> None:
             "rollout.replicas=1 or more; it resumes where it stopped"
         )
     pid, host = who
-    write_json(
-        run_dir / FILE,
-        {"replicas": count, "at_ns": time.time_ns(), "process": pid, "host": host},
-        durable=False,
-    )
+    began = process(pid)[1] if host == socket.gethostname() else 0
+    asked = {"replicas": count, "at_ns": time.time_ns(), "process": pid, "began": began, "host": host}
+    write_json(run_dir / FILE, asked, durable=False)
 
 
 def wish(run_dir: Path) -> Wish | None:
@@ -60,6 +59,8 @@ def wish(run_dir: Path) -> Wish | None:
         said = json.loads(path.read_text(encoding="utf-8"))
         if (said["process"], said["host"]) != (os.getpid(), socket.gethostname()):
             return None
+        if said["began"] not in (0, process(os.getpid())[1]):  # 0: not known where it was asked for
+            return None  # of an earlier process of this number: the first of a container has the same at every start
         found = Wish(int(said["replicas"]), int(said["at_ns"]))
     except FileNotFoundError:
         return None
