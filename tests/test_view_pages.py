@@ -243,6 +243,30 @@ def written(folder: Path, run: str, stage: str, step: int) -> pa.Table:
 # ---------------------------------------------------------------- tests
 
 
+def test_large_numbers_are_shortened_to_three_digits(browser: Browser, address: str) -> None:
+    """120,000 tokens are 120k: only zeros after a point are left out."""
+    wanted = {
+        0: "0", 12.5: "12.5", 100: "100", 999: "999", 999.9: "1k", 1200: "1.2k", 12_345: "12.3k", 100_000: "100k",
+        120_000: "120k", 500_000: "500k", 999_600: "1M", 150e6: "150M", 999.6e6: "1G", 5e13: "50000G", -2e5: "−200k",
+    }  # fmt: skip
+    browser.go(f"{address}#/")
+    call = f"import('/dom.js').then(dom => {json.dumps(list(wanted))}.map(dom.short))"
+    assert browser.evaluate(call) == list(wanted.values())
+
+
+def test_a_chart_of_numbers_whose_neighbours_are_far_apart_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    """From 2^53 on a number plus one may be the same number: steps of an axis are counted, not added."""
+    run = RunDirectory(tmp_path / "run", ["rl"])
+    for step in (1, 2):
+        run.log("rl", step, metrics={"reward/mean": 1.7e18 + 256 * step}, timings={})
+    run.close()
+    with served(tmp_path / "run") as url:
+        browser.go(f"{url}#/run/0")
+        assert "2 values" in browser.evaluate("document.querySelector('[data-chart] svg').ariaLabel")
+        ticks = "import('/plot.js').then(plot => [plot.ticks(0, 0.3, 3), plot.ticks(-1, 1), plot.ticks(2e17, 2e17 + 64)])"
+        assert browser.evaluate(ticks) == [[0, 0.1, 0.2, 0.3], [-1, -0.5, 0, 0.5, 1], [2e17]]
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_page_of_every_run_opens(
     browser: Browser, address: str, runs: dict[str, str], dark: bool

@@ -125,7 +125,7 @@ export function fixed(value, decimals = 3) {
   return value.toFixed(decimals).replace("-", "−");
 }
 
-/** 12.3k, 4.5M. */
+/** 12.3k, 4.5M: three digits. */
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   for (const [size, letter] of [
@@ -133,7 +133,8 @@ export function short(value) {
     [1e6, "M"],
     [1e3, "k"],
   ]) {
-    if (Math.abs(value) >= size) return `${(value / size).toPrecision(3).replace(/\.?0+$/, "")}${letter}`;
+    const rounded = Number((value / size).toPrecision(3));
+    if (Math.abs(rounded) >= 1) return `${rounded}${letter}`.replace("-", "−");
   }
   return number(value, 3);
 }

@@ -14,10 +14,11 @@ export function ticks(low, high, count = 5) {
   const rough = (high - low) / Math.max(count, 1);
   const size = 10 ** Math.floor(Math.log10(rough));
   const step = size * [1, 2, 2.5, 5, 10].find((n) => n * size >= rough * 0.999);
-  const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++)
-    found.push(Number((n * step).toPrecision(12)));
-  return found;
+  const first = Math.ceil(low / step - 1e-9);
+  const most = Math.floor(high / step + 1e-9) - first;
+  // Beyond 2^53 a number and the next one may be equal: what is counted is how many, so that it ends.
+  const found = Array.from({ length: most + 1 || 0 }, (_, n) => Number(((first + n) * step).toPrecision(12)));
+  return [...new Set(found)];
 }
 
 function logTicks(low, high) {
