@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -931,6 +932,25 @@ def test_an_address_for_others_needs_a_token(host: str, made: Path) -> None:
     ViewerServer(ShownRuns([made]), host=host, token="long enough")
     with pytest.raises(ConfigError, match="at least 8"):
         ViewerServer(ShownRuns([made]), host=host, token="short")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_the_printed_address_is_answered(host: str, made: Path) -> None:
+    """Of each address that only this machine reaches; with a token of any characters, which is quoted in it."""
+
+    async def status(token: str | None) -> int:
+        server = ViewerServer(ShownRuns([made]), host=host, token=token)
+        await server.start()
+        try:
+            async with aiohttp.ClientSession() as session:
+                async with session.get(server.url, allow_redirects=False) as response:
+                    return response.status
+        finally:
+            await server.stop()
+
+    assert asyncio.run(status(None)) == 200
+    for token in ("a&b=c#defgh", "a+b %20;defgh", "".join(map(chr, range(32, 127)))):
+        assert asyncio.run(status(token)) == 303
 
 
 def test_a_port_that_is_taken_is_named(made: Path) -> None:

@@ -22,7 +22,7 @@ from whet.studio.jobs import Jobs
 from whet.studio.opened import IsThere
 from whet.types import WhetError
 from whet.view.answers import encoded
-from whet.view.server import HEADERS, LOCAL, Site, ViewerServer, leave, page_of, until_ended
+from whet.view.server import HEADERS, Site, ViewerServer, leave, page_of, until_ended
 from whet.view.server import STATIC as OF_THE_VIEWER
 from whet.view.source import ShownRuns
 
@@ -30,6 +30,7 @@ STATIC = Path(__file__).parent / "static"
 SHARED = ("dom.js", "style.css", "icon.svg")
 """Files of the viewer's page that this page has, too."""
 HOST = "127.0.0.1"
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
 MOST_BODY_BYTES = 4 * MOST_CONFIG_BYTES
 """A text in JSON, where a character may take six bytes."""
 

@@ -45,7 +45,6 @@ ROOM = 64 * 2**20
 """Bytes of answers that are kept until a run changes."""
 MOST_CONNECTIONS = 200
 """Open at once: few enough for the 1024 files of a process, many more than browsers open."""
-LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 log = logging.getLogger(__name__)
 log.addFilter(
@@ -207,7 +206,7 @@ class ViewerServer:
     def url(self) -> str:
         """Where the page is."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+        return f"http://{host}:{self.port}/" + (f"?token={quote(self.token, safe='')}" if self.token else "")
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -233,7 +232,7 @@ class ViewerServer:
         """A page of another site may have its name point here, but cannot change the Host that a browser sends. With a
         token nothing is answered to a page that does not have it."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        return self.token is not None or name.lower() in LOCAL
+        return self.token is not None or _is_loopback(name.lower())
 
     def _has_token(self, request: web.Request) -> bool:
         head = request.headers.get("Authorization", "")
