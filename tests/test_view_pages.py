@@ -335,6 +335,32 @@ def test_curves_are_those_that_were_chosen(browser: Browser, address: str, runs:
     assert browser.wait("document.querySelector('.tip:not([hidden])')?.textContent").count("step") == 1
 
 
+def test_curves_of_any_name_are_drawn_and_linked(browser: Browser, tmp_path: Path) -> None:
+    """The label of a source comes from the data: it may have commas, new lines and what has a meaning in an address."""
+    parts = {"a, b": ", b", "a\nb": "source/a", "#&=%2C+": "%2C", "__proto__": "proto", "\u202eé/..": "é"}
+    names = [f"reward/source/{label}_mean" for label in parts]
+    for name in ("one", "two"):
+        run = RunDirectory(tmp_path / name, ["rl"])
+        for step in (1, 2):
+            numbers = {name: float(10 * n + step) for n, name in enumerate(names)}
+            run.log("rl", step, metrics=numbers, timings={})
+        run.close()
+    label = "one => [one.dataset.chart, one.querySelector('svg').ariaLabel]"
+    charts = f"[...document.querySelectorAll('[data-chart]')].map({label})"
+    wanted = {name: f"{name}: from {10 * n + 1} to {10 * n + 2}, 2 values" for n, name in enumerate(names)}
+    with served(tmp_path) as url:
+        browser.go(f"{url}#/run/0?m=nothing")
+        for number, part in enumerate(parts.values(), 1):
+            choose = f"one => {{ one.value = {json.dumps(part)}; one.dispatchEvent(new Event('change')) }}"
+            browser.evaluate(f"({choose})(document.querySelector('[data-add=metric]'))")
+            browser.wait(f"document.querySelectorAll('[data-chart]').length === {number}")
+        assert dict(browser.evaluate(charts)) == wanted
+        address = browser.evaluate("location.href")
+        for page in (address, address.replace("#/run/0?", "#/compare?a=0&b=1&")):
+            browser.go(page)
+            assert dict(browser.evaluate(charts)) == wanted
+
+
 def test_filters_show_the_rollouts_that_the_files_have(
     browser: Browser, address: str, runs: dict[str, str], folder: Path
 ) -> None:

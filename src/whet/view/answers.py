@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 from whet.track.dumps import finite_json
 from whet.types import Json
 from whet.view import compare, mismatch, records, rewards, rollouts, runs
-from whet.view.source import Ask, NotThere, ShownRuns
+from whet.view.source import LISTS, Ask, NotThere, ShownRuns
 
 ROUTES: tuple[tuple[str, Callable[[Ask], Json]], ...] = (
     ("api/runs", runs.runs),
@@ -50,13 +50,9 @@ def find(url: str) -> tuple[Callable[[Ask], Json], dict[str, str]]:
 
 
 def _query(text: str) -> dict[str, str]:
-    """Parameters by name. A list of names has its commas before it is decoded, a line each after."""
+    """Parameters by name. A list stays as it is: its commas are those of before it is decoded."""
     pairs = (part.partition("=") for part in text.split("&") if part)
-    found = {unquote(name): value for name, _, value in pairs}
-    lists = {
-        name: "\n".join(map(unquote, value.split(","))) for name, value in found.items() if name == "names"
-    }
-    return {name: unquote(value) for name, value in found.items()} | lists
+    return {unquote(name): value if name in LISTS else unquote(value) for name, _, value in pairs}
 
 
 def concerned(known: ShownRuns, url: str) -> list[str]:

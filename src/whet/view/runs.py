@@ -202,8 +202,7 @@ def metrics(ask: Ask) -> Json:
     """Numbers of metrics.jsonl and timings.jsonl by column, joined by stage and step; from a line on."""
     run, start = ask.run, ask.number("from", 0)
     lines, seconds = run.lines("metrics.jsonl"), run.lines("timings.jsonl")
-    asked = ask.get("names")
-    names = asked.split("\n") if asked else sorted({n for line in (*lines, *seconds) for n in line})
+    names = ask.list("names") or sorted({n for line in (*lines, *seconds) for n in line})
     names = [name for name in dict.fromkeys(names) if name not in ("stage", "step")]
     beside: dict[tuple[str, int, bool], dict[str, Json]] = {}
     for line in seconds:

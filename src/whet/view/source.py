@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import unquote
 
 import pyarrow as pa
 from tokenizers import Tokenizer
@@ -41,6 +42,8 @@ RECORDS = (
     "export",
 )
 """Whatever a run adds to its record, one of these changes."""
+LISTS = ("names",)
+"""Parameters that are lists of texts: each is encoded, commas stand between them."""
 MOST_RUNS = 1000
 MOST_FACTS = 20_000
 """Of what was made of single files of a run."""
@@ -299,6 +302,11 @@ class Ask:
         if not (value := self.params.get(name)):
             raise BadQuestion(f"parameter {name} is missing")
         return value
+
+    def list(self, name: str) -> list[str]:
+        """The texts of one of `LISTS`; whatever is in them, a comma or a new line too."""
+        value = self.params.get(name)
+        return [unquote(one) for one in value.split(",")] if value else []
 
     def number(self, name: str, default: int | None = None) -> int:
         """BadQuestion if it is missing and has no default, or is no number of at most 18 digits."""

@@ -13,6 +13,16 @@ export function hashOf(parts, query = {}) {
   return `#/${path}${text ? `?${text}` : ""}`;
 }
 
+/** Names as one value of a query: a comma within a name, a source's label say, is no end of it. */
+export function listed(names) {
+  return names.map((name) => name.replace(/[%,]/g, encodeURIComponent)).join(",");
+}
+
+/** The names of such a value. */
+export function named(text) {
+  return text.split(",").map((name) => name.replace(/%2C|%25/g, decodeURIComponent));
+}
+
 /** A link to one of the page's own pages. */
 export function link(parts, query, ...children) {
   return h("a", { href: hashOf(parts, query) }, children);

@@ -3,7 +3,7 @@
 import { command, duration, facts, h, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
 import { getMetrics, shown } from "./api.js";
 import { chart, legend } from "./plot.js";
-import { hashOf, link, stageNames } from "./route.js";
+import { hashOf, link, listed, named, stageNames } from "./route.js";
 import { usualMetrics } from "./runs.js";
 
 const FAILED = "rollout/failed_count";
@@ -227,9 +227,7 @@ function curvesPanel(context) {
   const chosen = () =>
     query().m === undefined
       ? usualMetrics(names())
-      : query()
-          .m.split(",")
-          .filter((name) => names().includes(name));
+      : named(query().m).filter((name) => names().includes(name));
   const set = async (more) => {
     context.setQuery({ ...query(), ...more });
     await draw();
@@ -251,7 +249,7 @@ function curvesPanel(context) {
           .filter((name) => wanted && name.includes(wanted))
           .slice(0, 12);
     input.value = "";
-    if (found.length) set({ m: [...found, ...chosen().filter((name) => !found.includes(name))].join(",") });
+    if (found.length) set({ m: listed([...found, ...chosen().filter((name) => !found.includes(name))]) });
   });
   const controls = h("div", { class: "bar" });
   const element = panel("Curves", { class: "curves" }, controls, chips, holder);
@@ -292,11 +290,7 @@ function curvesPanel(context) {
               data: { remove: name },
               on: {
                 click: () =>
-                  set({
-                    m: chosen()
-                      .filter((other) => other !== name)
-                      .join(","),
-                  }),
+                  set({ m: listed(chosen().filter((other) => other !== name)) }),
               },
             },
             "×",

@@ -3,7 +3,7 @@
 import { h, line, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
 import { address, get, getMetrics, shown } from "./api.js";
 import { chart, legend } from "./plot.js";
-import { hashOf, link, rolloutLink } from "./route.js";
+import { hashOf, link, listed, named, rolloutLink } from "./route.js";
 
 const MOST_CHARTS = 8;
 const USUAL = [
@@ -194,7 +194,8 @@ async function bothCurves(context, pair, names, known) {
     list: "metric-names",
     "aria-label": "metric",
   });
-  let chosen = (context.query.m?.split(",") ?? usualMetrics(known)).filter((name) => known.includes(name));
+  const { m } = context.query;
+  let chosen = m === undefined ? usualMetrics(known) : named(m).filter((name) => known.includes(name));
 
   async function draw() {
     const rows = await Promise.all(pair.map((run) => getMetrics(run, chosen)));
@@ -218,7 +219,7 @@ async function bothCurves(context, pair, names, known) {
           h(
             "div",
             {},
-            h("h3", {}, name),
+            h("h3", {}, visible(name)),
             chart({
               name,
               where: place,
@@ -235,7 +236,7 @@ async function bothCurves(context, pair, names, known) {
     if (!known.includes(input.value)) return;
     chosen = [input.value, ...chosen.filter((name) => name !== input.value)].slice(0, MOST_CHARTS);
     input.value = "";
-    context.setQuery({ ...context.query, m: chosen.join(",") });
+    context.setQuery({ ...context.query, m: listed(chosen) });
     await draw();
   });
   await draw();
