@@ -328,9 +328,10 @@ def test_a_rollout_has_what_its_batch_says_of_tokens(made: Path) -> None:
     write_batch(path, [other])  # a rollout of other tokens is another one
     assert "trainer_logprobs" not in ask(made, "api/runs/0/rollouts/grpo/2/0")
     pq.write_table(pa.table({"uid": ["a"]}), path)
-    for url in ("rollouts/grpo/2/0", "mismatch?stage=grpo"):
-        with pytest.raises(DataError, match=r"grpo-step-000002\.parquet"):
-            ask(made, f"api/runs/0/{url}")
+    with pytest.raises(DataError, match=r"grpo-step-000002\.parquet"):
+        ask(made, "api/runs/0/rollouts/grpo/2/0")
+    (problem,) = ask(made, "api/runs/0/mismatch?stage=grpo")["problems"]
+    assert "grpo-step-000002.parquet" in problem
 
 
 def test_the_ledger_counts_and_names_filters(made: Path) -> None:
@@ -411,7 +412,7 @@ def test_search_finds_texts_whatever_their_case(made: Path) -> None:
         ["grpo", 2, 1],
     ]
     assert ask(made, "api/runs/0/search?q=%1b%5B2j")["hits"] == [["grpo", 1, 1], ["grpo", 2, 1]]
-    assert ask(made, "api/runs/0/search?q=.*") == {"hits": [], "complete": True}
+    assert ask(made, "api/runs/0/search?q=.*") == {"hits": [], "complete": True, "problems": []}
 
 
 def test_a_timeline_of_many_spans_is_merged() -> None:
@@ -597,10 +598,17 @@ def test_damage_is_told_and_nothing_else_is_lost(name: str, damage: bytes, made:
         assert any(name in problem for problem in whole["problems"])
         assert ask(made, "api/runs")["runs"][0]["state"] == "damaged"
     if name == "rollouts":
+        told = [json.dumps(ask(made, f"api/runs/0/{url}")) for url in ("rewards?stage=grpo", "search?q=a")]
         assert refused
+        assert [text.count(hurt.name) for text in told] == [1, 1]
+        assert json.loads(told[0])["steps"] == [2]
+        assert {step for _, step, _ in json.loads(told[1])["hits"]} == {2}
         assert (
             len(unpacked(ask(made, "api/runs/0/rollouts?files=all")["columns"]["row"])) == 2
         )  # those of step 2
+    if name == "eval":
+        told = ask(made, "api/runs/0/evals")
+        assert (len(told["rows"]), [one["rows"] for one in told["files"]]) == (6, [None, 3])
 
 
 def test_a_damaged_tokenizer_hides_only_the_text_of_tokens(made: Path) -> None:
@@ -942,9 +950,9 @@ def test_the_printed_address_is_answered(host: str, made: Path) -> None:
         server = ViewerServer(ShownRuns([made]), host=host, token=token)
         await server.start()
         try:
-            async with aiohttp.ClientSession() as session:
-                async with session.get(server.url, allow_redirects=False) as response:
-                    return response.status
+            where = {"url": server.url, "allow_redirects": False}
+            async with aiohttp.ClientSession() as session, session.get(**where) as response:
+                return response.status
         finally:
             await server.stop()
 

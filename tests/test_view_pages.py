@@ -724,6 +724,26 @@ def test_rollouts_that_come_later_are_searched_and_filtered(browser: Browser, li
         assert browser.evaluate(stages) == ["", "later", "rl"]
 
 
+def test_a_file_that_cannot_be_read_hides_no_other_one(browser: Browser, live: LiveRun) -> None:
+    """Neither as it comes, nor from a search: what the search could not read is said, and no row is shown for it."""
+    with served(live.path) as url:
+        browser.go(f"{url}#/run/0/rollouts")
+        (live.path / "rollouts" / "rl-step-000004.parquet").write_bytes(b"PAR1 no parquet file PAR1")
+        live.write("rl")
+        browser.wait("document.querySelector('.virtual').dataset.rows === '768'")
+        assert texts(browser, "[data-problems] li")[0].count("rl-step-000004.parquet") == 1
+        find = "one => { one.value = 'reply 255'; one.dispatchEvent(new Event('input')) }"
+        browser.evaluate(f"({find})(document.querySelector('[data-filter=q]'))")
+        browser.wait("document.body.dataset.shown === '3'")
+        assert "1 files could not be searched: " in texts(browser, "[data-count]")[0]
+        browser.evaluate("document.querySelector('[data-sort=reward]').click()")
+        browser.wait("location.hash.includes('sort=reward')")
+        assert browser.evaluate("document.body.dataset.shown") == "3"
+        browser.go(f"{url}#/run/0/rewards")
+        assert "rl-step-000004.parquet" in texts(browser, "[data-error]")[0]
+        assert "3 values" in browser.evaluate("document.querySelector('[data-chart=reward] svg').ariaLabel")
+
+
 def test_the_log_is_shown_from_its_end(browser: Browser, live: LiveRun) -> None:
     with served(live.path) as url:
         browser.go(f"{url}#/run/0")

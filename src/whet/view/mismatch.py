@@ -9,6 +9,7 @@ the one sampled from, after filters.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from whet.data.timed import decoded
 from whet.types import DataError, Json
 from whet.view.batches import batch_files, read_batch
 from whet.view.rollouts import flat, summaries
-from whet.view.source import Ask, Shown, finite
+from whet.view.source import Ask, Shown, finite, tried
 
 EDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 """Nats; a larger difference is counted in the last class."""
@@ -75,13 +76,13 @@ def _largest(size: np.ndarray) -> np.ndarray:
 def mismatch(ask: Ask) -> Json:
     """Mean and maximum of each step; 99th percentile, histogram and the tokens that differ most of those whose batches
     are recorded."""
-    run, stage = ask.run, ask.stage
+    run, stage, problems = ask.run, ask.stage, list[str]()
     lines = {
         line["step"]: line for line in run.lines("metrics.jsonl") if line["stage"] == stage and MEAN in line
     }
     found: dict[int, Apart] = {}
     for step, path in batch_files(run, stage).items():
-        if (one := run.kept(apart, path)) is not None:
+        if (one := tried(problems, partial(run.kept, apart, path), None)) is not None:
             found[step] = one
     steps = sorted(lines.keys() | found.keys())
     none = [0] * (len(EDGES) - 1)
@@ -93,12 +94,13 @@ def mismatch(ask: Ask) -> Json:
         "max": [finite(lines.get(step, {}).get(MAX)) for step in steps],
         "edges": list(EDGES),
         "counts": [found[step].counts if step in found else none for step in steps] if found else [],
-        "worst": _worst(run, stage, found) if found else None,
+        "worst": _worst(run, stage, found, problems) if found else None,
         "note": _note(steps, found),
+        "problems": list(dict.fromkeys(problems)),
     }
 
 
-def _worst(run: Shown, stage: str, found: dict[int, Apart]) -> list[Json]:
+def _worst(run: Shown, stage: str, found: dict[int, Apart], problems: list[str]) -> list[Json]:
     """[step, row in the rollout file or null, place, text, trainer - engine]"""
     some = [(step, *one) for step, apart in found.items() for one in apart.worst]
     some.sort(key=lambda one: (-abs(one[4]), one[0]))
@@ -108,7 +110,7 @@ def _worst(run: Shown, stage: str, found: dict[int, Apart]) -> list[Json]:
         text = (
             decoded(tokenizer, [token], skip_special_tokens=False) if tokenizer and token >= 0 else str(token)
         )
-        row = _row(run, files[step], who) if step in files else None
+        row = tried(problems, partial(_row, run, files[step], who), None) if step in files else None
         out.append([step, row, place, text, difference])
     return out
 

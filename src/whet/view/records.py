@@ -17,6 +17,7 @@ from whet.track.time_report import measure, processes_beside
 from whet.track.timeline import Span
 from whet.track.written import read_table
 from whet.types import DataError, Json
+from whet.view.runs import files_of
 from whet.view.source import Ask, finite
 
 # ---------------------------------------------------------------- the ledger
@@ -205,9 +206,7 @@ def evals(ask: Ask) -> Json:
     return {
         "columns": names,
         "rows": [[*place, *(row.get(name) for name in names)] for place, row in found.items()],
-        "files": [
-            {"stage": stage, "step": step, "rows": run.rows(path)} for stage, step, path in run.files("eval")
-        ],
+        "files": files_of(run, "eval"),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pyarrow.compute as pc
 from whet.track.written import read_table
 from whet.types import Json
 from whet.view.rollouts import summaries
-from whet.view.source import Ask, Shown, finite
+from whet.view.source import Ask, Shown, finite, tried
 
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 TOTAL = "reward"
@@ -103,9 +104,13 @@ def _entries(maps: pa.MapArray) -> tuple[np.ndarray, np.ndarray]:
 
 def rewards(ask: Ask) -> Json:
     """Quantiles per step of the total, of each part and source; correlation; extremes; what winners repeat."""
-    run, stage = ask.run, ask.stage
-    files = [(step, path) for _, step, path in run.files(stage=stage)]
-    found = [run.kept(file_rewards, path) for _, path in files]
+    run, stage, problems = ask.run, ask.stage, list[str]()
+    made = {
+        (step, path): tried(problems, partial(run.kept, file_rewards, path), None)
+        for _, step, path in run.files(stage=stage)
+    }
+    files = [place for place, one in made.items() if one is not None]
+    found = [one for one in made.values() if one is not None]
     names = list(dict.fromkeys(name for one in found for name in one.parts))
     sources = sorted({source for one in found for source in one.sources})
     return {
@@ -116,6 +121,7 @@ def rewards(ask: Ask) -> Json:
         "correlation": _correlation(names, found),
         "extremes": _extremes(run, files),
         "ngrams": _ngrams(files),
+        "problems": problems,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -147,10 +148,7 @@ def all_summaries(run: Shown, steps: Mapping[str, Collection[int]] | None = None
     for stage, step, path in run.files():
         if steps is not None and step not in steps.get(stage, ()):
             continue
-        try:
-            table = run.kept(summaries, path)
-        except DataError as e:
-            problems.append(str(e))
+        if (table := tried(problems, partial(run.kept, summaries, path), None)) is None:
             continue
         place = {"stage": pa.array([stage] * len(table)), "step": pa.array([step] * len(table), pa.int64())}
         tables.append(pa.table({**place, **{name: table[name] for name in table.column_names}}))
@@ -298,17 +296,18 @@ def pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def search(ask: Ask) -> Json:
-    """Rollouts with a text in their prompt, reply or messages, whatever the case of its letters."""
-    run, text = ask.run, ask.text("q")
+    """Rollouts with a text in their prompt, reply or messages, whatever the case of its letters. The problems name files
+    that cannot be searched."""
+    run, text, problems = ask.run, ask.text("q"), list[str]()
     step = ask.number("step") if ask.get("step") else None
     hits: list[Json] = []
     for stage, number, path in run.files(stage=ask.stage if ask.get("stage") else None):
         if step in (None, number):
-            found = np.flatnonzero(_matches(path, text))
+            found = np.flatnonzero(tried(problems, partial(_matches, path, text), np.zeros(0, bool)))
             hits += [[stage, number, int(row)] for row in found[: MOST_HITS + 1 - len(hits)]]
         if len(hits) > MOST_HITS:
-            return {"hits": hits[:MOST_HITS], "complete": False}
-    return {"hits": hits, "complete": True}
+            return {"hits": hits[:MOST_HITS], "complete": False, "problems": problems}
+    return {"hits": hits, "complete": True, "problems": problems}
 
 
 def _matches(path: Path, text: str) -> np.ndarray:

@@ -111,8 +111,8 @@ def run(ask: Ask) -> Json:
         "stages": [_stage(written, stage) for stage in written.stages],
         "checkpoints": [asdict(kept) for kept in checkpoints(written)],
         "metric_names": sorted(names - {"stage", "step"}),
-        "rollout_files": tried(problems, lambda: _files(run, "rollouts"), []),
-        "eval_files": tried(problems, lambda: _files(run, "eval"), []),
+        "rollout_files": tried(problems, lambda: files_of(run, "rollouts"), []),
+        "eval_files": tried(problems, lambda: files_of(run, "eval"), []),
         "waits": _waits(log, datetime.now(UTC)) if state == "running" else [],
         "log_tail": log[-LOG_LINES:],
         "problems": list(dict.fromkeys(problems)),
@@ -137,7 +137,8 @@ def _stage(run: RunRecord, name: str) -> Json:
     }
 
 
-def _files(run: Shown, folder: str) -> list[Json]:
+def files_of(run: Shown, folder: str) -> list[Json]:
+    """The files of steps with their size; rows: None of one that cannot be read."""
     found = []
     for stage, step, path in run.files(folder):
         stamp = stamp_of(path)

@@ -56,17 +56,22 @@ export function rewardsPage(context) {
     "areas: 10th to 90th, and 25th to 75th percentile of the rollouts",
     async (stage) => {
       const told = await get(address(ofRun(context.run.id, "rewards"), { stage }));
+      const unread = (told.problems ?? []).map(failure);
       if (!told.steps?.length || !Object.values(told.parts ?? {}).some((part) => part.count?.some((n) => n > 0))) {
-        return h(
-          "p",
-          { class: "note", data: { empty: "" } },
-          `The rollouts of ${visible(stage)} have no rewards: it learns from demonstrations, or none are scored yet.`,
-        );
+        return [
+          unread,
+          h(
+            "p",
+            { class: "note", data: { empty: "" } },
+            `The rollouts of ${visible(stage)} have no rewards: it learns from demonstrations, or none are scored yet.`,
+          ),
+        ];
       }
       const distribution = ([name, part]) =>
         h("div", {}, h("h3", {}, visible(name)), spread(name, told.steps, part, context.run.id, stage));
       const sources = Object.entries(told.sources ?? {});
       return [
+        unread,
         panel(
           "Reward and held-out accuracy",
           { data: { radar: "" } },
@@ -327,9 +332,10 @@ export function mismatchPage(context) {
     "between the log-probs of the engine that samples and those of the trainer, before the update",
     async (stage) => {
       const told = await get(address(ofRun(context.run.id, "mismatch"), { stage }));
+      const unread = (told.problems ?? []).map(failure);
       const note = told.note && h("p", { class: "note" }, visible(told.note));
       if (!told.steps?.length)
-        return note || h("p", { class: "note", data: { empty: "" } }, "No step of this stage has sampled tokens.");
+        return [unread, note || h("p", { class: "note", data: { empty: "" } }, "No step of this stage has sampled tokens.")];
       const totals = (told.counts ?? []).reduce((sum, counts) => counts.map((count, n) => count + (sum[n] ?? 0)), []);
       const drawn = [
         ["mean", told.mean],
@@ -337,6 +343,7 @@ export function mismatchPage(context) {
         ["max", told.max],
       ].filter(([, values]) => values?.some((value) => value !== null));
       return [
+        unread,
         note,
         panel(
           "Absolute difference, nats",

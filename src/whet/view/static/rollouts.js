@@ -163,7 +163,7 @@ export async function rolloutsPage(context) {
     h("div", { class: "filters", role: "search" }),
     h("span", { class: "dim", data: { count: "" } }),
   ];
-  const search = { text: null, hits: null, complete: true };
+  const search = { text: null, hits: null, told: "" };
   let offered = "";
 
   const list = virtualList({
@@ -245,8 +245,7 @@ export async function rolloutsPage(context) {
     put(nothing, data.count ? "No rollout matches the filters." : "No rollouts are recorded yet.");
     const place = stay && current !== undefined ? rows.indexOf(current) : Number(at ?? 0);
     list.show(rows, { sort, down: down === "1", place, stay });
-    const cut = search.complete ? "" : "; the search stopped before it had read everything";
-    count.textContent = `${number(rows.length)} of ${number(data.count)}${cut}`;
+    count.textContent = `${number(rows.length)} of ${number(data.count)}${search.told}`;
     document.body.dataset.shown = rows.length;
   }
 
@@ -261,18 +260,20 @@ export async function rolloutsPage(context) {
     const { q, stage } = context.query;
     const wanted = q ? `${stage ?? ""}/${q}` : null;
     if (wanted === search.text) return;
-    Object.assign(search, { text: wanted, hits: null, complete: true });
+    Object.assign(search, { text: wanted, hits: null, told: "" });
     if (!q) return;
-    const hits = isExported() ? inSummaries(data, q) : await searched(run.id, q, stage, search);
-    if (search.text === wanted) search.hits = new Set(hits.map((hit) => hit.join("/")));
+    const found = isExported() ? inSummaries(data, q) : await searched(run.id, q, stage);
+    if (search.text === wanted) Object.assign(search, found);
   }
 
   /** Ask for the rows of one more step that have the text. */
   async function findIn(stage, step) {
     const { text, hits } = search;
     if (!hits || ![undefined, stage].includes(context.query.stage)) return;
-    const answer = await get(address(ofRun(run.id, "search"), { q: context.query.q, stage, step }));
-    if (search.text === text) for (const hit of answer.hits) hits.add(hit.join("/"));
+    const found = await searched(run.id, context.query.q, stage, step);
+    if (search.text !== text) return;
+    for (const hit of found.hits) hits.add(hit);
+    search.told ||= found.told;
   }
 
   function distinct(name) {
@@ -384,9 +385,14 @@ export async function rolloutsPage(context) {
     const fresh = [...next.keys()].filter((mark) => !files.has(mark));
     if (!fresh.length && next.size === files.size) return;
     // Steps that came since are added; if one was written anew, or many came, all are asked for again.
-    if (next.size === files.size + fresh.length && fresh.length <= MOST_ADDED) {
-      for (const { stage, step } of fresh.map((mark) => next.get(mark))) {
-        add(data, stage, step, await get(address(ofRun(run.id, "rollouts"), { stage, step })));
+    // So if one cannot be read, which the answer about all says.
+    const places = fresh.map((mark) => next.get(mark));
+    const asked = ({ stage, step }) => get(address(ofRun(run.id, "rollouts"), { stage, step }));
+    const few = next.size === files.size + fresh.length && fresh.length <= MOST_ADDED;
+    const answers = few && (await Promise.all(places.map(asked)).catch(() => null));
+    if (answers) {
+      for (const [n, { stage, step }] of places.entries()) {
+        add(data, stage, step, answers[n]);
         await findIn(stage, step);
       }
     } else {
@@ -416,18 +422,26 @@ export async function rolloutsPage(context) {
   ];
 }
 
-async function searched(run, q, stage, search) {
-  const answer = await get(address(ofRun(run, "search"), { q, stage }));
-  search.complete = answer.complete;
-  return answer.hits;
+/** Rows that have the text, and what is to be said of the search: whatever goes wrong, no other row is shown. */
+async function searched(run, q, stage, step) {
+  try {
+    const { hits, complete, problems } = await get(address(ofRun(run, "search"), { q, stage, step }));
+    const told = [
+      complete ? "" : "; the search stopped before it had read everything",
+      problems.length ? `; ${number(problems.length)} files could not be searched: ${visible(problems[0])}` : "",
+    ];
+    return { hits: new Set(hits.map((hit) => hit.join("/"))), told: told.join("") };
+  } catch (error) {
+    return { hits: new Set(), told: `; the search failed: ${visible(error.message)}` };
+  }
 }
 
 /** An exported page has no server to ask: it looks into the beginnings of prompts and replies. */
 function inSummaries({ columns: c, count }, q) {
   const wanted = q.toLowerCase();
-  const hits = [];
+  const hits = new Set();
   for (let n = 0; n < count; n++) {
-    if (`${c.prompt[n]}\n${c.text[n]}`.toLowerCase().includes(wanted)) hits.push([c.stage[n], c.step[n], c.row[n]]);
+    if (`${c.prompt[n]}\n${c.text[n]}`.toLowerCase().includes(wanted)) hits.add(`${c.stage[n]}/${c.step[n]}/${c.row[n]}`);
   }
-  return hits;
+  return { hits, told: "; this exported page has the beginnings of prompts and replies alone" };
 }
