@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.models import WordLevel
 from typer.testing import CliRunner
@@ -36,7 +37,8 @@ from test_show import held_out, make, reply
 from tiny import RUN
 from whet.api import Result
 from whet.cli import app
-from whet.track import files
+from whet.track import files, show
+from whet.track.overview import read as read_run
 from whet.track.record import RunDirectory
 from whet.track.time_report import measure
 from whet.track.timeline import STEPS, Span, Timeline, read
@@ -379,6 +381,29 @@ def test_flips_are_tasks_that_changed_sides(made: Path) -> None:
     assert [f["uid"] for f in back["broken"]] == [0]
 
 
+def test_a_stage_has_its_own_mark_of_success(made: Path) -> None:
+    """As its accuracy has: a reply of reward 0.5 passes in a stage whose eval.success is 0.5, in no other one."""
+    config = yaml.safe_load((made / "config.yaml").read_text())
+    for all_stages, own, right in ((1.0, 0.5, True), (0.5, 0.75, False)):
+        config["eval"] = {"success": all_stages}
+        config["stages"][1]["eval"] = {"success": own}
+        (made / "config.yaml").write_text(yaml.safe_dump(config))
+        told = ask(made, "api/runs/0/evals/flips?stage=grpo&from=0&to=2")
+        assert [f["uid"] for f in told["mended"]] == [0] * right
+        examples = show.before_and_after(read_run(made), limit=3)
+        assert [e.passed_after for e in examples if e.prompt == "abc>"] == [right]
+
+
+def test_all_flips_and_pairs_are_counted(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more than are listed, too."""
+    monkeypatch.setattr(records, "MOST_FLIPS", 0)
+    told = ask(made, "api/runs/0/evals/flips?stage=grpo&from=0&to=2")
+    assert (told["mended"], told["counts"]) == ([], {"mended": 1, "broken": 0})
+    monkeypatch.setattr(compare, "MOST_PAIRS", 1)
+    pairs = ask([made, made], "api/compare/replies?a=0&b=1&stage=grpo&step=1")
+    assert (len(pairs["pairs"]), pairs["count"]) == (1, 2)
+
+
 def test_two_runs_are_compared(made: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(made, other)
@@ -392,7 +417,7 @@ def test_two_runs_are_compared(made: Path, tmp_path: Path) -> None:
     assert told["config"] == [["seed", 7, 8]]
     assert told["first_difference"] == {"stage": "grpo", "step": 2, "name": "reward/mean"}
     assert "reward/mean" in told["metrics"]
-    pairs = ask(both, "api/compare/replies?a=0&b=1&stage=grpo&step=1")
+    pairs = ask(both, "api/compare/replies?a=0&b=1&stage=grpo&step=1")["pairs"]
     assert [(p["uid"], p["index"], p["a"]["text"], p["b"]["reward"]) for p in pairs] == [
         (0, 0, "cba", 1.0),
         (0, 1, "x\x1b[2J", None),
@@ -472,6 +497,19 @@ def test_a_run_in_progress_is_followed(made: Path) -> None:
     run.truncate_to(0, 1)
     run.close()
     assert answers.answer(runs, url + "0")["lines"] == 2
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
+def test_another_run_in_the_same_place_is_read_from_its_beginning(name: str, made: Path) -> None:
+    """A run that was deleted and started again: its file may have the inode of the one before, and be longer by now."""
+    runs = ShownRuns([made])
+    before = runs.runs[0].lines(name)
+    other = {"stage": "grpo", "step": 1, "train/loss": 0.25}
+    lines = [json.dumps(other | {"step": step}) + "\n" for step in range(1, 200)]
+    with (made / name).open("w") as file:  # the inode stays
+        file.writelines(lines)
+    assert len("".join(lines)) > len(before) * 300
+    assert runs.runs[0].lines(name) == [json.loads(line) for line in lines]
 
 
 def test_a_timeline_that_grows_is_read_on_and_one_written_anew_from_its_beginning(made: Path) -> None:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from whet.config.code import GIVEN
 from whet.config.recipes import RECIPES
 from whet.config.schema import AlgorithmConfig, EvalConfig
-from whet.config.tree import leaves, stage_names
+from whet.config.tree import get, leaves, stage_names
 from whet.data.tokenizer_files import check_files
 from whet.storage.manifests import oldest_first
 from whet.track.files import is_running
@@ -261,9 +261,17 @@ def rollout_file(run_dir: Path, step: int, stage: str | None = None, *, folder: 
     return hits[0]
 
 
-def passes(row: Mapping[str, Json], config: Mapping[str, Json]) -> bool:
-    """Whether a held-out reply counts as right."""
-    least = config.get("eval", {}).get("success", EvalConfig.model_fields["success"].default)
+def setting(config: Mapping[str, Json], stage: str, path: tuple[str, ...]) -> Json:
+    """A value of the config in a stage: its own, else that of all stages; None where neither has one."""
+    own = next((one for one in config.get("stages") or [] if one.get("name") == stage), {})
+    found = get(own, path)
+    return get(config, path) if found is None else found
+
+
+def passes(row: Mapping[str, Json], config: Mapping[str, Json], stage: str) -> bool:
+    """Whether a held-out reply of a stage counts as right."""
+    least = setting(config, stage, ("eval", "success"))
+    least = EvalConfig.model_fields["success"].default if least is None else least
     value = row["reward"]  # of a held-out reply: by what eval.reward names
     return isinstance(least, int | float) and value is not None and value >= least
 

@@ -274,7 +274,7 @@ def before_and_after(run: RunRecord, *, limit: int) -> list[Example]:
         own = [path for name, _, path in files if name == stage]
         if len(own) > 1:
             first, last = (_first_replies(read_rollouts(path)) for path in (own[0], own[-1]))
-            pairs = [_example(first[uid], last[uid], run.config) for uid in first if uid in last]
+            pairs = [_example(first[uid], last[uid], run.config, stage) for uid in first if uid in last]
             pairs.sort(key=lambda e: (not e.passed_after, e.passed_before))
             return pairs[:limit]
     return []
@@ -284,14 +284,14 @@ def _first_replies(rows: Lines) -> dict[int, dict[str, Json]]:
     return {row["uid"]: row for row in reversed(rows)}
 
 
-def _example(before: dict[str, Json], after: dict[str, Json], config: dict[str, Json]) -> Example:
+def _example(before: dict[str, Json], after: dict[str, Json], config: dict[str, Json], stage: str) -> Example:
     return Example(
         prompt=before["prompt"],
         answer=None if before["answer"] is None else _answer(before["answer"]),
         before=before["text"],
         after=after["text"],
-        passed_before=passes(before, config),
-        passed_after=passes(after, config),
+        passed_before=passes(before, config, stage),
+        passed_after=passes(after, config, stage),
     )
 
 

@@ -53,7 +53,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def replies(ask: Ask) -> Json:
-    """Replies of two runs to the same task, paired by task and number in the group."""
+    """Replies of two runs to the same task, paired by task and number in the group: how many, and the first of them."""
     stage, step = ask.text("stage"), ask.number("step")
     sides = []
     for run in _both(ask):
@@ -64,7 +64,7 @@ def replies(ask: Ask) -> Json:
         for key in sorted(sides[0])
         if key in sides[1] and sides[0][key]["prompt"] == sides[1][key]["prompt"]
     ]
-    return [
+    shown = [
         {
             "uid": key[0],
             "index": key[1],
@@ -74,6 +74,7 @@ def replies(ask: Ask) -> Json:
         }
         for key in pairs[:MOST_PAIRS]
     ]
+    return {"pairs": shown, "count": len(pairs)}
 
 
 def _reply(row: dict[str, Json]) -> Json:

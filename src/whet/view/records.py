@@ -211,7 +211,8 @@ def evals(ask: Ask) -> Json:
 
 
 def flips(ask: Ask) -> Json:
-    """Held-out tasks that were right at one evaluation and wrong at the other, by their first replies."""
+    """Held-out tasks that were right at one evaluation and wrong at the other, by their first replies: how many, and
+    the first of them."""
     run, stage = ask.run, ask.stage
     config = run.config
     before, after = (_first_replies(run.file(stage, ask.number(end), "eval")) for end in ("from", "to"))
@@ -219,7 +220,7 @@ def flips(ask: Ask) -> Json:
     broken: list[dict[str, Json]] = []
     for uid in before.keys() & after.keys():
         one, other = before[uid], after[uid]
-        was, now = passes(one, config), passes(other, config)
+        was, now = passes(one, config, stage), passes(other, config, stage)
         if was != now:
             (mended if now else broken).append(
                 {
@@ -233,7 +234,13 @@ def flips(ask: Ask) -> Json:
                 }
             )
     both = [sorted(some, key=lambda flip: flip["uid"])[:MOST_FLIPS] for some in (mended, broken)]
-    return {"mended": both[0], "broken": both[1], "tasks": len(before.keys() & after.keys())}
+    counts = {"mended": len(mended), "broken": len(broken)}
+    return {
+        "mended": both[0],
+        "broken": both[1],
+        "counts": counts,
+        "tasks": len(before.keys() & after.keys()),
+    }
 
 
 def _first_replies(path: Path) -> dict[int, Row]:

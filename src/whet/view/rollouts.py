@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from whet.data.timed import decoded
 from whet.track import turn_seconds
+from whet.track.overview import setting
 from whet.track.record import SECONDS
 from whet.track.written import read_table, rows_of
 from whet.types import DataError, Json
@@ -194,9 +195,7 @@ def _rows_of_task(table: pa.Table, uid: int) -> list[int]:
 
 def _note(run: Shown, stage: str, step: int, rows: Sequence[dict[str, Json]]) -> str:
     """What the record knows of rollouts of the step that it does not have."""
-    config = run.config
-    own: dict[str, Json] = next((s for s in config.get("stages") or [] if s.get("name") == stage), {})
-    asked = own.get("rollout", {}).get("group_size") or config.get("rollout", {}).get("group_size")
+    asked = setting(run.config, stage, ("rollout", "group_size"))
     said = [f"{len(rows)} rollouts of this task are in the record of the step"]
     if isinstance(asked, int) and asked != len(rows):
         said[0] += f"; rollout.group_size is {asked}"
@@ -296,8 +295,8 @@ def pieces(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def search(ask: Ask) -> Json:
-    """Rollouts with a text in their prompt, reply or messages, whatever the case of its letters. The problems name files
-    that cannot be searched."""
+    """Rollouts with a text in their prompt, reply or messages, whatever the case of its letters; and the files
+    that cannot be searched, as problems."""
     run, text, problems = ask.run, ask.text("q"), list[str]()
     step = ask.number("step") if ask.get("step") else None
     hits: list[Json] = []

@@ -146,6 +146,8 @@ class GrowingFile(Generic[T]):
 
     make: Callable[[], GrowingReader[T]]
     _inode: int = -1
+    _last: bytes = b""
+    """What was read last: another file may have the inode of one that was deleted, and be longer."""
     _reader: GrowingReader[T] | None = None
     _lock: Lock = field(default_factory=Lock)
 
@@ -156,9 +158,26 @@ class GrowingFile(Generic[T]):
             if stamp is None:
                 return None
             _, size, inode = stamp
-            if self._reader is None or inode != self._inode or size < self._reader.end:
-                self._inode, self._reader = inode, self.make()
-            return self._reader.read(path)
+            reader = self._reader
+            if (
+                reader is None
+                or inode != self._inode
+                or size < reader.end
+                or self._last != _before(path, reader.end)
+            ):
+                self._inode, self._reader = inode, (reader := self.make())
+            found = reader.read(path)
+            self._last = _before(path, reader.end)
+            return found
+
+
+def _before(path: Path, end: int, most: int = 4096) -> bytes:
+    """At most so many bytes of a file before its byte `end`."""
+    if end == 0:
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(end - most, 0))
+        return file.read(min(end, most))
 
 
 class Shown:

@@ -205,6 +205,11 @@ export function table(columns, rows, props = {}) {
   );
 }
 
+/** That a list shows the first of more rows; null where it shows all. */
+export function firstOf(shown, all) {
+  return shown < all ? h("p", { class: "dim", data: { first: shown } }, `The first ${number(shown)} of ${number(all)}.`) : null;
+}
+
 /** Names and values, in one line that wraps. Entries without a value are left out. */
 export function facts(entries) {
   const known = entries.filter(([, value]) => value !== null && value !== undefined && value !== "");

@@ -1,6 +1,6 @@
 /* Pages of numbers over the steps of a stage: rewards, ledger, timeline, mismatch, evaluations. */
 
-import { h, line, number, panel, renew, select, table, visible } from "./dom.js";
+import { firstOf, h, line, number, panel, renew, select, table, visible } from "./dom.js";
 import { address, failure, get, getMetrics, ofRun, shown } from "./api.js";
 import { css, diverging, ink } from "./color.js";
 import { lanesChart } from "./lanes.js";
@@ -8,6 +8,7 @@ import { chart, histogram, legend } from "./plot.js";
 import { hashOf, link, rolloutLink, stageNames, stageOf } from "./route.js";
 
 const QUANTILES = ["min", "p10", "p25", "p50", "p75", "p90", "max"];
+const MOST_LISTED = 200;
 const ASKED = "requested";
 const NOT_ROLLOUTS = /calls|replies|results/;
 const LOSSES = /drop|fail|fault|without|malformed|cut|retr|abort/;
@@ -508,11 +509,12 @@ async function flips(run, files, query) {
       h(
         "div",
         {},
-        h("h3", { data: { flips: name, count: rows.length } }, `${name}: ${number(rows.length)}`),
+        h("h3", { data: { flips: name, count: told.counts[name] } }, `${name}: ${number(told.counts[name])}`),
+        firstOf(Math.min(rows.length, MOST_LISTED), told.counts[name]),
         table(
           ["task", "prompt", "answer", `step ${from}`, `step ${to}`],
           rows
-            .slice(0, 200)
+            .slice(0, MOST_LISTED)
             .map((one) => [
               number(one.uid),
               line(one.prompt, 100),

@@ -1,12 +1,13 @@
 /* One run: is it learning, its curves, its stages, what it waits for, its last log lines, its config. */
 
-import { command, duration, facts, h, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
+import { command, duration, facts, firstOf, h, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
 import { getMetrics, shown } from "./api.js";
 import { chart, legend } from "./plot.js";
 import { hashOf, link, listed, named, stageNames } from "./route.js";
 import { usualMetrics } from "./runs.js";
 
 const FAILED = "rollout/failed_count";
+const MOST_CHECKPOINTS = 8;
 const SMOOTHINGS = [
   ["0", "none"],
   ["0.6", "light"],
@@ -139,8 +140,9 @@ function checkpoints(run) {
   return panel(
     "Checkpoints to continue from",
     {},
+    firstOf(Math.min(run.checkpoints.length, MOST_CHECKPOINTS), run.checkpoints.length),
     run.checkpoints
-      .slice(0, 8)
+      .slice(0, MOST_CHECKPOINTS)
       .map((one) =>
         h("div", { class: "checkpoint" }, h("b", {}, `${visible(one.stage)} step ${one.step}`), command(one.command)),
       ),

@@ -1,11 +1,12 @@
 /* The list of runs, and two of them compared. */
 
-import { h, line, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
+import { firstOf, h, line, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
 import { address, get, getMetrics, shown } from "./api.js";
 import { chart, legend } from "./plot.js";
 import { hashOf, link, listed, named, rolloutLink } from "./route.js";
 
 const MOST_CHARTS = 8;
+const MOST_PAIRS = 200;
 const USUAL = [
   "reward/mean",
   "eval/accuracy",
@@ -270,7 +271,7 @@ async function replies(context, pair, names) {
     location.hash = hashOf(["compare"], { a: pair[0], b: pair[1], m: context.query.m, stage, step, ...query });
   };
   const list = await shown(async () => {
-    const pairs = await get(address("api/compare/replies", { a: pair[0], b: pair[1], stage, step }));
+    const { pairs, count } = await get(address("api/compare/replies", { a: pair[0], b: pair[1], stage, step }));
     const only = context.query.only === "differ";
     const kept = only ? pairs.filter((one) => one.a?.text !== one.b?.text) : pairs;
     const cell = (reply, run) =>
@@ -287,11 +288,13 @@ async function replies(context, pair, names) {
         : "–";
     return [
       tick("only different ones", only, (on) => go({ only: on ? "differ" : null })),
-      h("p", { class: "dim" }, `${kept.length} of ${pairs.length} pairs`),
+      h("p", { class: "dim" }, `${number(kept.length)} of ${number(pairs.length)} pairs`),
+      firstOf(pairs.length, count),
+      firstOf(Math.min(kept.length, MOST_PAIRS), kept.length),
       table(
         ["task", "prompt", names[0], names[1]],
         kept
-          .slice(0, 200)
+          .slice(0, MOST_PAIRS)
           .map((one) => [
             `${one.uid}·${one.index}`,
             line(one.prompt, 160),
