@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +24,8 @@ from whet.simulate import Costs, SimulatedSchedule
 from whet.track import costs, files, manifest, show, time_report
 from whet.track.record import RunDirectory
 from whet.types import DataError, Rollout, Task
+from whet.view import runs
+from whet.view.source import Shown
 
 CONFIG = {
     "seed": 7,
@@ -86,6 +90,24 @@ def lines_of(view: RenderableType, *, width: int = 140) -> list[str]:
         console.print(view)
     assert "\x1b" not in captured.get()
     return [" ".join(line.split()) for line in captured.get().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred", "a\nb", "\u202eabc", "it's \\x \x1b", "x\udcffy"])
+def test_a_command_of_a_path_that_a_terminal_would_obey(name: str, tmp_path: Path) -> None:
+    """It is written out, and is the same path for the shell that it is typed in."""
+    path = tmp_path / name
+    make(path).close()
+    (path / "checkpoints" / "1-grpo-000002").mkdir(parents=True)
+    (line,) = [text for text in lines_of(show.summary(path)) if "whet train" in text]
+    told = runs.commands(Shown(0, path), "grpo", 1, 0, 0)
+    for command, place in ((line[line.index("whet train") :], path / "config.yaml"), (told["show"], path)):
+        assert command.isprintable()
+        words = subprocess.run(
+            ["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True
+        ).stdout
+        assert words.split(b"\0")[2] == os.fsencode(place)
+    with suppress(DataError):
+        show.rollouts(path, 1)
 
 
 def test_the_summary(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -647,6 +648,24 @@ def test_damage_is_told_and_nothing_else_is_lost(name: str, damage: bytes, made:
     if name == "eval":
         told = ask(made, "api/runs/0/evals")
         assert (len(told["rows"]), [one["rows"] for one in told["files"]]) == (6, [None, 3])
+
+
+def test_files_that_no_run_names_so_are_left_out(made: Path) -> None:
+    """A step beyond 64 bits, a stage that no config may have, a name that is no text: no answer breaks on them."""
+    urls = [url for url in every_url(made) if refusal(made, url) is None]
+    before = [ask(made, url) for url in urls]
+    names = [
+        f"grpo-step-{10**24}",
+        "a b-step-1",
+        "\x1b[31m-step-1",
+        "x\udcff-step-1",
+        "grpo-step-\u00b2",
+        "-step-1",
+    ]
+    for folder, name in itertools.product(("rollouts", "eval", "batches", "seconds"), names):
+        (made / folder).mkdir(exist_ok=True)
+        (made / folder / f"{name}.parquet").write_bytes(b"")
+    assert [ask(made, url) for url in urls] == before
 
 
 def test_a_damaged_tokenizer_hides_only_the_text_of_tokens(made: Path) -> None:

@@ -32,6 +32,10 @@ def _reading(file: Path) -> Iterator[None]:
     check_regular(file, DataError)
     try:
         yield
+    except UnicodeEncodeError as e:
+        raise DataError(
+            f"{str(file)!r}: the path of a parquet file has to be UTF-8; rename its folders"
+        ) from e
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         said = str(e).rstrip(".")
         raise DataError(

@@ -220,6 +220,19 @@ def typed(path: Path) -> str:
     return f"./{path}" if str(path)[0] in "-~" else str(path)
 
 
+def shell_line(*parts: str) -> str:
+    """A command for a shell. Characters that a terminal would obey, or that are not seen, are written out: `$'..'`, as
+    bash and zsh read it."""
+    return " ".join(shlex.quote(part) if part.isprintable() else f"$'{_written_out(part)}'" for part in parts)
+
+
+def _written_out(part: str) -> str:
+    def bytes_of(character: str) -> str:
+        return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
+
+    return "".join(c if c.isprintable() and c not in "\\'" else bytes_of(c) for c in part)
+
+
 _PLAIN = re.compile(r"[A-Za-z_./][\w./ +-]*")
 """A path that is text in YAML without quotes; others get them, for values of overrides are read as YAML."""
 
@@ -235,7 +248,7 @@ def _go_on(run: RunRecord, overrides: Sequence[str]) -> str:
     if any(isinstance(value, str) and value.startswith(GIVEN) for value in named):
         given = f", overrides={list(overrides)!r}" if overrides else ""
         return f"whet.train({file!r}, rewards=...{given})"
-    return " ".join(["whet train", *(shlex.quote(part) for part in (file, *overrides))])
+    return shell_line("whet", "train", file, *overrides)
 
 
 # ---------------------------------------------------------------- rollouts and evaluations

@@ -216,11 +216,11 @@ def _is_message(value: Json) -> bool:
 
 
 def list_steps(folder: Path) -> list[tuple[str, int, Path]]:
-    """(stage, step, path) of the rollout files in a folder, by stage name and step."""
+    """(stage, step, path) of the rollout files in a folder, by stage and step. Files of other names are no run's."""
     found = []
     for path in folder.glob("*.parquet"):
         stage, mark, step = path.stem.rpartition("-step-")
-        if mark and step.isascii() and step.isdigit():
+        if mark and step.isascii() and step.isdigit() and _is_place(stage, int(step)):
             found.append((stage, int(step), path))
     return sorted(found)
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from whet.notices import write
 from whet.track.dumps import finite_json
+from whet.track.report import printable
 from whet.types import DataError, Json
 from whet.view.answers import answer
 from whet.view.rollouts import all_summaries, summaries
@@ -66,7 +67,7 @@ def gathered(runs: ShownRuns, most: int) -> tuple[dict[str, Json], str]:
         steps = None if chosen.total <= MOST_SUMMARIES else chosen.steps
         found[address("runs", run.id, "rollouts", files="all")] = finite_json(all_summaries(run, steps))
         listed = "" if steps is None else ", others of these steps in lists only"
-        said.append(f"{run.name}: {chosen}{listed}")
+        said.append(f"{printable(run.name)}: {chosen}{listed}")
     for one, other in combinations(runs.runs[:MOST_COMPARED], 2):
         take("compare", a=one.id, b=other.id)
         for stage, step in _last_in_both(one, other):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,7 +13,16 @@ from whet.checkpoint import glance
 from whet.config.tree import get
 from whet.inputs import MOST_CONFIG_BYTES, read_bytes, read_end
 from whet.track.metrics import FAILED, HELD_OUT, REWARD, is_evaluation
-from whet.track.overview import Lines, RunRecord, checkpoints, learning_of, numbers_of, state_of, typed
+from whet.track.overview import (
+    Lines,
+    RunRecord,
+    checkpoints,
+    learning_of,
+    numbers_of,
+    shell_line,
+    state_of,
+    typed,
+)
 from whet.types import DataError, Json
 from whet.view.source import Ask, Shown, finite, stamp_of, tried
 
@@ -225,6 +233,6 @@ def commands(run: Shown, stage: str, step: int, uid: int, index: int) -> dict[st
     """What shows a rollout in a terminal, and what computes it again."""
     place = [typed(run.path), "--stage", stage, "--step", str(step), "--task", str(uid)]
     return {
-        "show": shlex.join(["whet", "show", *place, "--tokens"]),
-        "replay": shlex.join(["whet", "replay", *place, "--index", str(index)]),
+        "show": shell_line("whet", "show", *place, "--tokens"),
+        "replay": shell_line("whet", "replay", *place, "--index", str(index)),
     }
