@@ -276,7 +276,7 @@ def rollout_file(run_dir: Path, step: int, stage: str | None = None, *, folder: 
 
 def setting(config: Mapping[str, Json], stage: str, path: tuple[str, ...]) -> Json:
     """A value of the config in a stage: its own, else that of all stages; None where neither has one."""
-    own = next((one for one in config.get("stages") or [] if one.get("name") == stage), {})
+    own: dict[str, Json] = next((one for one in config.get("stages") or [] if one.get("name") == stage), {})
     found = get(own, path)
     return get(config, path) if found is None else found
 
