@@ -38,7 +38,7 @@ TESTS: dict[str, Callable[[Any, Any], bool]] = {
     "above": lambda value, limit: value is not None and limit is not None and value > limit,
     "at_least": lambda value, limit: value is not None and limit is not None and value >= limit,
     "multiple_of": lambda value, of: value % of == 0,
-    "given": lambda value, wanted: (value not in (None, "", (), {})) == wanted,
+    "given": lambda value, wanted: (value not in (None, "", (), [], {})) == wanted,
     "holds": lambda value, wanted: bool(set(value or ()) & set(wanted)),
     "longer": lambda value, limit: len(value or ()) > limit,
 }
