@@ -156,6 +156,7 @@ def test_equal_weights_are_fully_effective_and_none_not_at_all() -> None:
     batch = drifted(TWO, [0.0] * 4)
     assert corrected(batch, weight="token")[1]["correction/ess_frac"] == 1.0
     assert corrected(batch, reject=[{"low": 5.0}])[1]["correction/ess_frac"] == 0.0
+    assert corrected(batch, weight="token", low=1e300)[1]["correction/ess_frac"] == 1.0
 
 
 # ---------------------------------------------------------------- against loops

@@ -213,5 +213,8 @@ def _stats(weight_M: Tensor, *, gap_M: Tensor) -> Metrics:
 
 
 def _effective(weight_M: Tensor) -> float:
-    squares = float(weight_M.square().sum())
-    return float(weight_M.sum()) ** 2 / (squares * len(weight_M)) if squares else 0.0
+    """Of shares of the largest weight: bounds of weights may be so large that a square is beyond floating point."""
+    if not weight_M.any():
+        return 0.0
+    share_M = weight_M / weight_M.max()
+    return float(share_M.sum().square() / (share_M.square().sum() * len(share_M)))

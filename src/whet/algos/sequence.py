@@ -62,8 +62,9 @@ def vespo(
     adv_N = need(batch.adv_N, "batch.adv_N")
     log_R = batch.sum_R(log_ratio(batch, out).detach()).clamp(LEAST_LOG_WEIGHT, BOUND)
     log_N = log_R[batch.rollout_N]
-    k_N = torch.where(adv_N >= 0, vespo_k_pos, vespo_k_neg)
-    lambda_N = torch.where(adv_N >= 0, vespo_lambda_pos, vespo_lambda_neg)
+    number = adv_N.new_tensor  # not the number itself, which torch refuses where it is beyond float32
+    k_N = torch.where(adv_N >= 0, number(vespo_k_pos), number(vespo_k_neg))
+    lambda_N = torch.where(adv_N >= 0, number(vespo_lambda_pos), number(vespo_lambda_neg))
     gate_N = (k_N * log_N + lambda_N * (1 - log_N.exp())).exp()
     loss_N = -gate_N * adv_N * need(out.logp_N, "outputs.logp_N")
     return Loss(sampled(batch, loss_N), {"gate": gate_N, "sequence_ratio": log_N.exp()} | drift(batch, out))
