@@ -347,6 +347,23 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path, tmp_path: Path) ->
         train(run_dir, "train.steps=4")
 
 
+@pytest.mark.parametrize("key", ["rollout.max_staleness=1", "rollout.sync_interval=2"])
+def test_more_steps_are_no_free_change_where_the_former_end_shows(tmp_path: Path, key: str) -> None:
+    """The step after the former end was not sampled ahead, or by weights that were synced only because it was the end;
+    a checkpoint before it goes on as the longer run."""
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    train(run_dir, key)
+    train(whole, key, "train.steps=5")
+    with pytest.raises(CheckpointError, match=r"different numbers from here on with train\.steps: 3 -> 5"):
+        train(run_dir, key, "train.steps=5")
+    train(moved(run_dir, tmp_path / "branch"), key, "train.steps=5", change=True)
+    assert metrics(tmp_path / "branch") != metrics(whole)
+    assert [(row["key"], row["kind"]) for row in history(tmp_path / "branch")] == [("train.steps", "branch")]
+    shutil.rmtree(run_dir / "checkpoints/0-main-000003")
+    train(run_dir, key, "train.steps=5")
+    assert metrics(run_dir) == metrics(whole)
+
+
 def test_the_command_line_takes_a_change(stopped: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))

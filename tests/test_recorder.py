@@ -474,7 +474,7 @@ def test_the_record_is_on_the_disk_before_the_checkpoint_that_relies_on_it(tmp_p
     ((given, saved),) = at.saver.saved
     assert given is engines
     assert saved == {
-        "stage": 0, "stage_name": "main", "step": 1, "done": False, "stopped_early": None, "score": None,
+        "stage": 0, "stage_name": "main", "step": 1, "steps": 6, "done": False, "stopped_early": None, "score": None,
         "config": {"seed": 7}, "code": {"a.py": "d1"}, "record": at.recorder.directory.held(), "version": 4,
     }  # fmt: skip
     assert saved["record"]["metrics.jsonl"]["lines"] == 1

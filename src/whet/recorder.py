@@ -286,6 +286,7 @@ class Recorder:
             "stage": self.context.index,
             "stage_name": self.context.name,
             "step": done,
+            "steps": self.context.plan.steps,
             "done": self.ended(done),
             "stopped_early": self._early_stopping() if self.stopped_early else None,
             "score": self._score(done),

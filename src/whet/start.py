@@ -66,12 +66,21 @@ def find_checkpoint(loaded: Loaded, run_dir: Path, *, change: bool) -> RunStart:
     with reading(path / checkpoint.STATE):
         place = state["stage_name"], state["step"]
         over = is_finished(loaded, run_dir, state)
-        changes = taken(path, state["config"], loaded.as_given, at=place, change=change, over=over)
+        changes = taken(
+            path, state["config"], loaded.as_given, at=place, left=_left(state), change=change, over=over
+        )
         code = other_code(state.get("code", {}), loaded.code)
         if over and code:
             raise CheckpointError(finished_with_others(path, code))
         checkpoint.check_contents(path, state, loaded.config.checkpoint.load_contents)
     return RunStart(path, state, changes, code)
+
+
+def _left(state: Json) -> int | None:
+    """The steps that a checkpoint's stage had after it. None: a release wrote it that did not keep their number."""
+    if state["done"] and state.get("stopped_early") is None:
+        return 0
+    return state["steps"] - state["step"] if "steps" in state else None
 
 
 def find_start(loaded: Loaded, run_dir: Path) -> tuple[Path, Json] | None:

@@ -74,6 +74,14 @@ FREE_WHERE: Mapping[str, Callable[[Json], bool]] = {
 """Keys of the class `numbers` that change no number in a stage for which the function returns True."""
 
 
+def _end_shows(stage: Json, left: int) -> bool:
+    """Whether a stage was computed otherwise because it ended `left` steps later: steps after its end were not sampled
+    ahead, and the last step synced weights that were not due. (Asynchronous sampling depends on timing anyway.)"""
+    rollout = stage.get("rollout") or {}
+    ahead = (rollout.get("max_staleness") or 0) if rollout.get("schedule") != "async" else 0
+    return left < ahead or (left == 0 and not _every_step_syncs(stage))
+
+
 @cache
 def class_of(path: tuple[str, ...]) -> Class:
     """The class of a key of the schema (with a star for names and indices); for a section the strictest class in it."""
@@ -279,16 +287,30 @@ def _rebuilds(change: Change, path: Path, now: Json) -> bool:
 
 
 def taken(
-    path: Path, saved: Json, cfg: Config, *, at: tuple[str, int], change: bool, over: bool = False
+    path: Path,
+    saved: Json,
+    cfg: Config,
+    *,
+    at: tuple[str, int],
+    change: bool,
+    left: int | None = None,
+    over: bool = False,
 ) -> list[Change]:
     """The changes since the checkpoint `path` that change numbers; CheckpointError for changes that are not allowed.
 
-    saved: the `fingerprint` in the checkpoint. at: its stage and step. change: the user requested the changes. over:
-    the run is finished, so its results would not be those of the changed config, whoever requests that.
+    saved: the `fingerprint` in the checkpoint. at: its stage and step. left: the steps that the stage had after it.
+    change: the user requested the changes. over: the run is finished, so its results would not be those of the changed
+    config, whoever requests that.
     """
     now = fingerprint(cfg)
     found = [c for c in changes(saved, now) if _remembered(c)]  # an older version stored more
     _check_length(path, now, at)
+    stage = _stages(now).get(at[0])
+    if stage is not None and left is not None and _end_shows(stage, left):
+        found = [
+            replace(c, kind="numbers") if dotted(c.at) in LENGTH and c.stage in (None, at[0]) else c
+            for c in found
+        ]
     found = [replace(c, kind="identity") if _rebuilds(c, path, now) else c for c in found]
     refused = [
         c for c in found if c.kind == "identity" or (c.kind == "numbers" and not (change and not over))
