@@ -66,7 +66,10 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         (*DISTILL, "-rewards", "algorithm.dynamic_sampling=true"),
     ],
     "algorithm.advantage": [(*MIX, "algorithm.advantage={name: gdpo, parts: [r]}")],
-    "algorithm.advantage.parts": [("algorithm.advantage=gdpo",), ("algorithm.advantage={name: gdpo, parts: []}",)],
+    "algorithm.advantage.parts": [
+        ("algorithm.advantage=gdpo",),
+        ("algorithm.advantage={name: gdpo, parts: []}",),
+    ],
     "algorithm.groups.uniform.min_std": [
         ("algorithm.name=reinforce", "rollout.group_size=1", "algorithm.groups.uniform.min_std=0.1")
     ],
