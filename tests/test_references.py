@@ -247,3 +247,26 @@ def test_a_task_without_a_teacher_stops_the_run_by_its_name(tmp_path: Path, fold
     models = both(folders) | {"column": "school"}
     with pytest.raises(DataError, match="has no reference: its column 'school' is None"):
         student(tmp_path, models)
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("reference.path", ["reference={path: nowhere, models: []}"]),
+        ("reference.models.path", ["reference={models: [{path: nowhere, values: [x]}]}"]),
+        ("critic.path", ["reference={models: []}", "algorithm={name: ppo}", "critic.path=nowhere"]),
+    ],
+)
+def test_a_folder_that_is_none_is_named_by_its_own_key(
+    tmp_path: Path, key: str, overrides: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}=nowhere: no such folder"):
+        whet.train(overrides=[f"run_dir={tmp_path}", *overrides], **NAMED)
+
+
+def test_what_is_put_over_the_config_of_a_reference_is_named_by_its_own_key(
+    tmp_path: Path, folders: tuple[str, str]
+) -> None:
+    own = f"reference={{models: [], path: {folders[0]}, overrides: {{no_such: 1}}}}"
+    with pytest.raises(ConfigError, match=r"^reference\.overrides: no_such is not a key"):
+        whet.train(overrides=[f"run_dir={tmp_path}", own], **NAMED)

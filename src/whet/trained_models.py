@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ def _reference_of(
     if path is None:
         start = models.policy.copied()
     else:
-        make = model_at(models, context, path, overrides=cfg.reference.overrides)
+        make = model_at(models, context, path, role="reference", overrides=cfg.reference.overrides)
         start = models.place.made(name, make)
     start.model.requires_grad_(False)
     rests = "reference" in cfg.train.offload
@@ -192,7 +192,7 @@ def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> T
     if path is None:
         make = partial(_of_policy, models.policy.maker())
     else:
-        make = model_at(models, context, path, overrides=cfg.critic.overrides, head=name)
+        make = model_at(models, context, path, role="critic", overrides=cfg.critic.overrides, head=name)
     seed = seeds.key(cfg.seed, "critic")
     start = models.place.made("critic", partial(build_critic, make, lora=cfg.critic.lora, seed=seed))
     model = start.model
@@ -246,6 +246,7 @@ def model_at(
     context: Context,
     path: str,
     *,
+    role: Literal["critic", "reference"],
     overrides: dict[str, Any] | None,
     head: str | None = None,
 ) -> Make:
@@ -253,6 +254,8 @@ def model_at(
     the folder may hold.
     """
     cfg = context.cfg
+    section = role if path == getattr(cfg, role).path else f"{role}.models"
+    names = f"{section}.path", f"{'model' if overrides is None else role}.overrides"
     own = {"path": path, "scratch": None, "mtp": None, "expert_grid": None} | (
         {} if overrides is None else {"overrides": overrides}
     )
@@ -266,4 +269,5 @@ def model_at(
         device=models.model.device,
         dtype=models.model.dtype,
         head=head,
+        names=names,
     )

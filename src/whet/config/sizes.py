@@ -307,11 +307,16 @@ def _size_or(config: Mapping[str, Json], key: str, default: Any) -> Any:
 
 
 def check_files(
-    folder: Path, overrides: Mapping[str, Json], files: Sequence[Head], *, key: str = "model.path"
+    folder: Path,
+    overrides: Mapping[str, Json],
+    files: Sequence[Head],
+    *,
+    key: str = "model.path",
+    over: str = "model.overrides",
 ) -> None:
     """ConfigError where config.json asks for a model several times as large as the files: to make it would fill the
     memory before anything could be compared. Families that are not known are reckoned as if they were of a known one.
-    files: the heads of the folder's files.
+    files: the heads of the folder's files. key, over: the keys that gave the folder and the overrides.
     """
     config = read_json_object(folder / "config.json", ConfigError) | dict(overrides)
     try:
@@ -323,7 +328,7 @@ def check_files(
     held = _numbers(files)
     if held and wanted > 4 * held + 2**20:
         raise ConfigError(
-            f"{key}={folder}: config.json (with model.overrides) asks for about {wanted:.3g} parameters, the "
+            f"{key}={folder}: config.json (with {over}) asks for about {wanted:.3g} parameters, the "
             f"files hold {held:.3g}; they are not of one model"
         )
 

@@ -40,6 +40,9 @@ from whet.types import CheckpointError, ConfigError
 log = logging.getLogger(__name__)
 mimo.register()
 
+NAMES = ("model.path", "model.overrides")
+"""The keys of the policy's folder and of what is put over its config.json."""
+
 
 def build(
     cfg: schema.ModelConfig,
@@ -51,22 +54,23 @@ def build(
     device: torch.device | str,
     dtype: torch.dtype,
     head: str | None = None,
+    names: tuple[str, str] = NAMES,
 ) -> PreTrainedModel:
     """The model of `cfg.path` or `cfg.scratch`, in evaluation mode (no dropout), on `device` in `dtype`.
 
     vocab_size: number of tokens of the tokenizer; an embedding may be larger, not smaller. The two token ids are stored
     in a scratch model's config. Scratch weights depend on `seed` only. head: name of a value head that the folder may
-    hold in place of the output layer; see `value_head`. Errors: ConfigError for invalid settings, CheckpointError for
-    files that cannot be read.
+    hold in place of the output layer; see `value_head`. names: the keys of the path and the overrides. Errors:
+    ConfigError for invalid settings, CheckpointError for files that cannot be read.
     """
     if (cfg.path is None) == (cfg.scratch is None):
         raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")
     if cfg.path is not None:
-        model = _load(Path(cfg.path).expanduser(), cfg, seed=seed, dtype=dtype, head=head)
+        model = _load(Path(cfg.path).expanduser(), cfg, seed=seed, dtype=dtype, head=head, names=names)
         rows = len(_embedding(model).weight)
         if vocab_size > rows:
             raise ConfigError(
-                f"model.path={cfg.path}: the tokenizer has {vocab_size} tokens, the embedding {rows} rows; "
+                f"{names[0]}={cfg.path}: the tokenizer has {vocab_size} tokens, the embedding {rows} rows; "
                 "use the tokenizer that belongs to the model"
             )
     else:
@@ -194,13 +198,20 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, written: Path, path: Pa
 
 
 def _load(
-    path: Path, cfg: schema.ModelConfig, *, seed: int, dtype: torch.dtype, head: str | None = None
+    path: Path,
+    cfg: schema.ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    head: str | None,
+    names: tuple[str, str],
 ) -> PreTrainedModel:
-    _check_folder(path)
+    key = names[0]
+    _check_folder(path, key)
     files = heads(path)
-    check_files(path, cfg.overrides, files)
-    config = _read_config(path, cfg.overrides)
-    check_weights(path, files, key="model.path", named=getattr(config, "transformers_weights", None))
+    check_files(path, cfg.overrides, files, key=key, over=names[1])
+    config = _read_config(path, cfg.overrides, names)
+    check_weights(path, files, key=key, named=getattr(config, "transformers_weights", None))
     told = config.get_text_config().to_dict()
     if dropped := [f"{name}={value}" for name, value in told.items() if _drops(name, value)]:
         log.info("%s: the model's own dropout is not applied (%s)", path, ", ".join(dropped))
@@ -223,7 +234,7 @@ def _load(
             **({"quantization_config": Mxfp4Config(dequantize=True)} if four else {}),
         )
     except Exception as error:  # foreign code reading foreign files: it can fail in any way
-        raise CheckpointError(f"model.path={path}: transformers cannot load it: {_told(error)}") from error
+        raise CheckpointError(f"{key}={path}: transformers cannot load it: {_told(error)}") from error
     model, report = loaded
     mtp.lengthen(model.config, -min(ahead, there))
     if four:  # else it would be written under the names of codes, without their scales
@@ -241,9 +252,7 @@ def _load(
         said = "; ".join(
             f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in wrong.items()
         )
-        raise CheckpointError(
-            f"model.path={path}: the tensors do not match its {type(model).__name__}. {said}"
-        )
+        raise CheckpointError(f"{key}={path}: the tensors do not match its {type(model).__name__}. {said}")
     if ahead:
         mtp.attach(model, ahead, seed=seed)
     elif getattr(model.config.get_text_config(), COUNT, 0):
@@ -277,35 +286,35 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
 
 
-def _check_folder(path: Path) -> None:
+def _check_folder(path: Path, key: str) -> None:
     if not path.is_dir():
         raise ConfigError(
-            f"model.path={path}: no such folder; models are read from local Hugging Face folders{hub_hint(str(path))}"
+            f"{key}={path}: no such folder; models are read from local Hugging Face folders{hub_hint(str(path))}"
         )
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"model.path={path}: no config.json in it; {exported(path)}give the folder that holds it"
+            f"{key}={path}: no config.json in it; {exported(path)}give the folder that holds it"
         )
 
 
-def _read_config(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
+def _read_config(path: Path, overrides: dict[str, Any], names: tuple[str, str]) -> PreTrainedConfig:
     try:
         raw = read_json_object(path / "config.json", ConfigError)
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if not overrides:
             return config
-        _check_known(config, overrides, raw)
+        _check_known(config, overrides, raw, names)
         # put over the file, not over what was made of it: there a use_sliding_window=false has taken the window away
         return type(config).from_dict(over(raw, overrides))
     except ConfigError:
         raise
     except Exception as error:  # as above
         raise ConfigError(
-            f"model.path={path}: config.json (with model.overrides) is not a valid config: {_told(error)}"
+            f"{names[0]}={path}: config.json (with {names[1]}) is not a valid config: {_told(error)}"
         ) from error
 
 
-_ELSEWHERE = {"dtype": "model.dtype", "torch_dtype": "model.dtype", "model_type": "the weights (model.path)"}
+_ELSEWHERE = {"dtype": "model.dtype", "torch_dtype": "model.dtype", "model_type": "the weights ({path})"}
 """Keys of a config.json that are not the model's to be overridden, and what decides them."""
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Names of kernels, which change no number that is not rounded."""
@@ -320,19 +329,24 @@ def _drops(name: str, value: Any) -> bool:
     return own and isinstance(value, int | float) and value > 0
 
 
-def _check_known(config: PreTrainedConfig, overrides: dict[str, Any], raw: dict[str, Any]) -> None:
+def _check_known(
+    config: PreTrainedConfig, overrides: dict[str, Any], raw: dict[str, Any], names: tuple[str, str]
+) -> None:
     """ConfigError for overrides without effect: transformers keeps any name. config: without them."""
+    path, key = names
     for name, value in overrides.items():
         if name in _ELSEWHERE:
-            raise ConfigError(f"model.overrides: {name} is decided by {_ELSEWHERE[name]}; leave it out")
+            raise ConfigError(
+                f"{key}: {name} is decided by {_ELSEWHERE[name].format(path=path)}; leave it out"
+            )
         if _drops(name, value):
             raise ConfigError(
-                f"model.overrides: {name}={value}: no dropout of a model's own is applied, for sampling and training "
+                f"{key}: {name}={value}: no dropout of a model's own is applied, for sampling and training "
                 "compute the same; leave it out (adapters may have some: model.lora.dropout)"
             )
         rotates = name in _ROPE and hasattr(config, "rope_parameters")
         if not (name in raw or rotates or hasattr(config, name) or name in _IMPLEMENTATIONS):
-            raise ConfigError(f"model.overrides: {name} is not a key of a {config.model_type} config.json")
+            raise ConfigError(f"{key}: {name} is not a key of a {config.model_type} config.json")
 
 
 # ---------------------------------------------------------------- from scratch
@@ -354,7 +368,7 @@ def _scratch_config(cfg: schema.ModelConfig, *, vocab_size: int) -> PreTrainedCo
             "expected as many or more"
         )
     try:
-        _check_known(AutoConfig.for_model(family), cfg.overrides, {})
+        _check_known(AutoConfig.for_model(family), cfg.overrides, {}, NAMES)
         return AutoConfig.for_model(family, **values)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model.scratch: {family} rejects these sizes: {error}") from error
