@@ -281,3 +281,10 @@ def test_an_unknown_setting_is_told_once(key: str) -> None:
     ((at, why),) = problems(f"{key}=2")
     assert at == key
     assert why.startswith("unknown setting; did you mean")
+
+
+@pytest.mark.parametrize("value", ["5", "-1.5", "true"])
+def test_a_number_where_a_list_belongs_is_told_by_its_key(value: str) -> None:
+    """Rules that count the entries of a list see none in it."""
+    with pytest.raises(ConfigError, match=r"data\.order\.columns: got .*, expected"):
+        plans(load(None, [f"data.order={{name: adaptive, columns: {value}}}"], copy.deepcopy(BASE)))

@@ -39,9 +39,14 @@ TESTS: dict[str, Callable[[Any, Any], bool]] = {
     "at_least": lambda value, limit: value is not None and limit is not None and value >= limit,
     "multiple_of": lambda value, of: value % of == 0,
     "given": lambda value, wanted: (value not in (None, "", (), [], {})) == wanted,
-    "holds": lambda value, wanted: bool(set(value or ()) & set(wanted)),
-    "longer": lambda value, limit: len(value or ()) > limit,
+    "holds": lambda value, wanted: bool(set(_entries(value)) & set(wanted)),
+    "longer": lambda value, limit: len(_entries(value)) > limit,
 }
+
+
+def _entries(value: Any) -> Any:
+    """Of a list or text; of a wrong value, which its own check names, none."""
+    return value if isinstance(value, list | tuple | dict | str) else ()
 
 
 def met(condition: Condition, cfg: Config, named: Mapping[str, Json]) -> bool:
