@@ -53,6 +53,7 @@ def test_what_they_learn() -> None:
         "name": "distill",
         "coef": 0.2,
         "layers": 2,
+        "top_k": 256,
     }
     assert learned("trinity") == {"name": "cross_entropy", "coef": 0.3, "detach": "nothing"}
 
@@ -75,9 +76,9 @@ def test_layers_that_do_not_learn_are_not_in_the_model(name: str, override: str)
 
 def test_only_megatron_trains_them() -> None:
     strategy = "actor_rollout_ref.actor.strategy=fsdp"
-    run = read("verl", strategy, "actor_rollout_ref.actor.megatron={}")
+    run = read("verl", strategy, "~actor_rollout_ref.actor.megatron")
     assert run.config.model.mtp is None
-    assert learned("skyrl", "trainer.strategy=fsdp2", "trainer.policy.megatron_config={}") is None
+    assert learned("skyrl", "trainer.strategy=fsdp2", "~trainer.policy.megatron_config") is None
 
 
 def test_all_devices_are_data_parallel_ranks() -> None:

@@ -216,7 +216,7 @@ def stand(
     watch: Any = SimpleNamespace(beat=lambda what: None, last=lambda: ("", 0.0))
     shown: Any = display
     monitor = Monitor("main", shown, watch, directory.timeline)
-    plan: Any = SimpleNamespace(steps=steps, judges=judges, rows=None)
+    plan: Any = SimpleNamespace(steps=steps, judges=judges, rows=None, mode="synchronous")
     context = Context(
         cfg, plan, "main", 0, SimpleNamespace(kind=kind), monitor, SimpleNamespace(requested=False)  # type: ignore[arg-type]
     )  # fmt: skip

@@ -114,7 +114,7 @@ def test_overrides_of_a_role(tmp_path: Path) -> None:
     context: Any = SimpleNamespace(cfg=cfg)
 
     def epsilon(overrides: dict[str, Any] | None) -> tuple[float, float]:
-        config = model_at(models, context, str(tmp_path), overrides=overrides)().config
+        config = model_at(models, context, str(tmp_path), overrides=overrides, role="critic")().config
         return config.rms_norm_eps, config.initializer_range
 
     plain = tiny_model("llama").config

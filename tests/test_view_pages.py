@@ -30,6 +30,7 @@ from browser import Browser, find
 from tiny import RUN
 from whet.config.parse import parse
 from whet.envs.tools import fit
+from whet.track.files import RunLock
 from whet.track.record import RunDirectory
 from whet.track.timeline import STEPS, Timeline
 from whet.track.written import ROLLOUTS
@@ -547,7 +548,7 @@ def test_an_unknown_rollout_is_said_in_its_place(
 
 def test_a_running_run_is_shown_as_it_goes_on(browser: Browser, tmp_path: Path) -> None:
     hostile_run(tmp_path / "run")
-    (tmp_path / "run" / "lock").write_text(f"{os.getpid()} {os.uname().nodename}")
+    lock = RunLock(tmp_path / "run")
     with served(tmp_path / "run") as url:
         browser.go(f"{url}#/run/0/rollouts")
         assert browser.evaluate("document.querySelector('.virtual').dataset.rows") == "6"
@@ -562,9 +563,10 @@ def test_a_running_run_is_shown_as_it_goes_on(browser: Browser, tmp_path: Path) 
             metrics.write('{"stage": "rl", "step": 3, "reward/mean": 0.75}\n')
         browser.wait("document.querySelector('[data-chart] svg').getAttribute('aria-label').includes('0.75')")
         picture(browser, "running")
-        for lock, state in (("", "not running"), (f"{os.getpid()} {os.uname().nodename}", "running")):
-            (tmp_path / "run" / "lock").write_text(lock)
-            browser.wait(f"document.querySelector('[data-state]').dataset.state === '{state}'")
+        lock.release()
+        browser.wait("document.querySelector('[data-state]').dataset.state === 'not running'")
+        with RunLock(tmp_path / "run"):
+            browser.wait("document.querySelector('[data-state]').dataset.state === 'running'")
 
 
 def test_a_run_that_begins_later_is_listed(browser: Browser, tmp_path: Path) -> None:
@@ -641,7 +643,7 @@ class LiveRun:
     def __init__(self, path: Path, browser: Browser) -> None:
         self.path, self.browser, self.steps = path, browser, 0
         large_run(path, steps=1, rows=256)
-        (path / "lock").write_text(f"{os.getpid()} {os.uname().nodename}")
+        self.lock = RunLock(path)
         (path / "run.log").write_text("".join(f"line {n}\n" for n in range(60)))
         timeline = Timeline(path / "timeline.json")
         for name in ("generate", "update"):

@@ -61,7 +61,7 @@ def _reads_zero(r: Resolved) -> str:
     """Parts of the algorithm that train on rollouts with any advantage."""
     loss = LOSSES[r.loss]
     if loss.skips != "no advantage":
-        return f"the loss {r.loss} trains on them"
+        return f"the loss {r.loss} trains on them, or compares others with them"
     terms = {
         **{f"loss.{key}": r.settings["loss"].settings[key] != value for key, value in loss.skips_if.items()},
         "kl.coef": r.kl.coef > 0,

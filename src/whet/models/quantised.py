@@ -220,9 +220,7 @@ class MicroScaled(Quantised):
             blocks = matrix_OI.to(torch.bfloat16).float().unflatten(-1, (-1, BLOCK))
             least = blocks.abs().amax(-1, keepdim=True) / E2M1[-1]
             exponent = (least.view(torch.int32) + 0x7FFFFF) >> 23  # rounded up, unless it is a power of two
-            exponent = torch.where(
-                least.isfinite(), exponent, 255
-            )  # what a diverged weight makes stays no number
+            exponent = torch.where(least.isfinite(), exponent, 255)  # a NaN stays one
             size = blocks.abs() * _power(254 - exponent)
             code = torch.bucketize(size, between, right=True) + 8 * blocks.signbit()
             code = torch.where(exponent == 0, 0, code).flatten(-2).to(torch.uint8)
