@@ -92,6 +92,10 @@ BROKEN: dict[str, list[tuple[str, ...]]] = {
         )
     ],
     "algorithm.groups.truncated": [(ONLINE_DPO, "algorithm.groups.truncated=mask")],
+    "algorithm.groups.min_shared_prefix": [
+        (f"algorithm.advantage={places}", "algorithm.groups.min_shared_prefix=2")
+        for places in ("optimal_token_baseline", "tir_optimal_token_baseline")
+    ],
     "algorithm.groups.uniform.by": [(ONLINE_DPO, "algorithm.groups.uniform.by=[exact]")],
     "algorithm.entropy_clip": [("algorithm.loss=geo_mean", "algorithm.entropy_clip=batch")],
     "algorithm.top_entropy_quantile": [("algorithm.loss=kl_cov", "algorithm.top_entropy_quantile=0.2")],

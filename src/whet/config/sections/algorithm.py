@@ -108,7 +108,8 @@ class GroupsConfig(Section):
     """Keep only this number of rollouts with the lowest rewards, plus those of keep_best. Default: all."""
     min_shared_prefix: Positive | None = None
     """Mask shared prefixes of at least this many tokens: where replies begin with the same tokens but have different
-    rewards, the tokens of the shared prefix have no loss. Default: no prefix is masked."""
+    rewards, the tokens of the shared prefix have no loss. Not with the advantages optimal_token_baseline and
+    tir_optimal_token_baseline, which compare replies place by place. Default: no prefix is masked."""
     uniform: str | dict[str, Any] | None = None
     """Drop groups that are too uniform to be trained on, a table of settings: {min_std: 0.1} drops those whose rewards
     deviate less, and {by: [accuracy], above: 0.0} says what algorithm.dynamic_sampling compares. Default: only
