@@ -274,6 +274,33 @@ def test_a_label_that_no_row_has_is_refused_when_the_rows_are_known() -> None:
         check_sources(["gsmk8"], tasks)
 
 
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        (["all", "b"], "'all', and the numbers over all sources are called so"),
+        (["a", "a/part"], "'a/part', and eval/SOURCE/part/NAME is a part"),
+        (["a/part/b"], "'a/part/b', and eval/SOURCE/part/NAME is a part"),
+    ],
+)
+def test_a_label_whose_numbers_would_have_the_names_of_others_is_refused(
+    sources: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_sources([], [Task(uid=n, source=source, prompt="") for n, source in enumerate(sources)])
+
+
+def test_other_labels_have_numbers_of_their_own() -> None:
+    """A single source may be called all: it is all. No number of one source replaces another's."""
+    check_sources([], [Task(uid=0, source="all", prompt="")])
+    names = ["part", "part/a", "a/parts", "accuracy", "samples", "a/all", "all/a", "a/b/c", "a/b"]
+    check_sources([], [Task(uid=0, source=name, prompt="") for name in names])
+    right = replace(reply("x", 1.0), reward_parts={"tokens": 9.0, "mean@1": 9.0})
+    metrics = accuracy([group(name, right) for name in names], success=1.0)
+    of_one = accuracy([group("a", right)], success=1.0)
+    assert len(metrics) == (len(of_one) - 1) * (len(names) + 1) + 1
+    assert {parted(key)[0] for key in metrics} == {*names, "all", ""}
+
+
 def test_what_judges() -> None:
     assert reward_weights(config()) == {"right": 1.0, "long": 0.5}
     assert reward_weights(config("eval.reward=long")) == {"long": 1.0}

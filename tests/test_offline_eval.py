@@ -196,6 +196,13 @@ def test_sources_are_scored_by_their_own_rewards(tmp_path: Path) -> None:
     assert [row["row"] for row in found.rows] == [0, 0, 1, 1]
 
 
+def test_a_label_all_beside_others_is_refused(tmp_path: Path) -> None:
+    """Its numbers were replaced by those over all sources."""
+    rows = [{**ROWS[0], "data_source": "all"}, ROWS[-1]]
+    with pytest.raises(ConfigError, match="the source 'all', and the numbers over all sources are called so"):
+        judged(config(parquet(tmp_path / "r.parquet", rows), tmp_path))
+
+
 def test_from_the_command_line_without_torch(tmp_path: Path) -> None:
     """The config names the rewards, --offline the file; the numbers are printed and written as JSON."""
     path = parquet(tmp_path / "r.parquet", ROWS)

@@ -52,14 +52,28 @@ def judging(cfg: Config, rewards: RewardSet) -> RewardSet:
 
 
 def check_sources(named: Collection[str], tasks: Sequence[Task]) -> None:
-    """ConfigError if eval.sources names a source without a held-out task."""
+    """ConfigError if eval.sources names a source without a held-out task, or if the numbers of a source would have the
+    names of others."""
     there = sorted({task.source for task in tasks})
+    for source in there:
+        if why := _ambiguous(source, several=len(there) > 1):
+            raise ConfigError(
+                f"data.eval: held-out tasks have the source '{source}', {why}; give them another one, by the `name` of "
+                "their source or in the column that its `label` names"
+            )
     for name in named:
         if name not in there:
             raise ConfigError(
                 f"eval.sources.{name}: no held-out task has the source '{name}'{near(name, there)}; "
                 f"sources: {', '.join(there) or 'none'}"
             )
+
+
+def _ambiguous(source: str, *, several: bool) -> str:
+    """Which other numbers those of a source would be taken for; '' for none."""
+    if source == "all" and several:
+        return "and the numbers over all sources are called so"
+    return "and eval/SOURCE/part/NAME is a part of the rewards" if "/part/" in f"{source}/" else ""
 
 
 # ---------------------------------------------------------------- numbers

@@ -15,7 +15,7 @@ from whet.config.schema import Config, SourceConfig
 from whet.config.tree import leaves
 from whet.data.columns import lookup, parse
 from whet.data.rows import read_rows
-from whet.evaluation import accuracy
+from whet.evaluation import accuracy, check_sources
 from whet.rewards.combine import RewardSet, check_columns, check_failures, score
 from whet.types import ConfigError, DataError, Group, Json, Metrics, Rollout, Task, given_tokens
 
@@ -92,7 +92,9 @@ def judge(cfg: Config, rewards: RewardSet) -> Judged:
     cannot be scored than reward_workers.max_failure_rate allows."""
     judging = replace(rewards, weights=reward_weights(cfg))
     groups = list(read(cfg.data.eval))
-    asyncio.run(check_columns([group.task for group in groups], judging))
+    tasks = [group.task for group in groups]
+    check_sources((), tasks)
+    asyncio.run(check_columns(tasks, judging))
     done: list[Group] = []
     for begin in range(0, len(groups), AT_ONCE):
         done += asyncio.run(score(groups[begin : begin + AT_ONCE], judging))
