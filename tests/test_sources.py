@@ -512,6 +512,17 @@ def refused(source, more):
     return str(caught.value)
 
 
+def test_a_reward_that_would_take_the_place_of_other_parts_is_refused():
+    exact = {"function": "exact"}
+    assert "rewards.a/b: NAME/KEY is a further number" in refused(
+        {"path": "a"}, {"rewards": {"a": exact, "a/b": exact}}
+    )
+    played = {"rollout": {"env": {"make": "m:f"}}, "rewards": {"env": exact}}
+    assert "rewards.env: is what the environment's own reward is called" in refused({"path": "a"}, played)
+    alone = {**BASE, "rewards": {"env": exact}, "data": {"train": [{"path": "a"}]}}
+    assert plans(load(None, (), alone))  # without an environment it is a name like others
+
+
 def test_a_total_limit_makes_room_for_short_positions():
     """Of demonstrations, prompt and reply together have to fit; each by itself may have the whole."""
     sections = {

@@ -243,6 +243,10 @@ def reward_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) in the rewards of one stage."""
     for name, reward in cfg.rewards.items():
         at = f"rewards.{name}"
+        if "/" in name:
+            yield at, "NAME/KEY is a further number that the reward NAME returns; give it a name without /"
+        if name == "env" and cfg.rollout.env is not None:
+            yield at, "is what the environment's own reward is called; give it another name"
         if reward.function in JUDGES:
             yield from _judge(at, reward)
         elif (reward.function is None) == (reward.model is None):
