@@ -326,8 +326,10 @@ _OF_THE_RUN = frozenset([
     "staleness_mean", "skipped_rollouts_frac", "skipped_tokens_frac", "replayed_groups", "mtp_loss", "router_aux",
     "router_max_load", "router_z", "entropy_nats", "entropy_coef", "kl_loss_nats", "kl_reference_nats", "kl_coef",
     "rejected_frac", "mu", "reprompted_frac", "reprompt_overlong",
+    "replies", "reward_mean", "tokens_mean", "tasks", "unscored",
 ])  # fmt: skip
-"""Numbers of an update, or of a recorded batch, that a statistic of the same name would replace, or be replaced by."""
+"""Numbers of an update, of a recorded batch or, in the last line, of a held-out source, that a statistic of the same
+name would replace, or be replaced by."""
 
 
 def _misnamed(key: str) -> str | None:
