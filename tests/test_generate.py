@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from whet import generation as module
 from whet.cli import app
 from whet.config.load import load
 from whet.config.plan import describe, plans
+from whet.export import export_checkpoint
 from whet.generation import AHEAD, in_order
 from whet.types import CheckpointError, ConfigError, DataError, Group, Json, Rollout, Task, WhetError
 
@@ -226,6 +228,35 @@ def test_a_command_goes_on_where_it_was(model: Path, tmp_path: Path, monkeypatch
         made(model, data, "out.jsonl", "eval.sampling.temperature=0.5")
     assert lines(made(model, data)) == whole
     assert added == [whole[2]["responses"]]
+
+
+@pytest.mark.parametrize("kind", ["a run", "a model"])
+def test_replies_of_other_weights_at_the_same_place_are_not_gone_on_with(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A run that was trained anew, or a folder that a later export has replaced."""
+
+    def broken(kept: module.Kept, replies: list[str]) -> None:
+        if kept.rows == 2:
+            raise WhetError("stopped here")
+        add(kept, replies)
+
+    monkeypatch.chdir(tmp_path)
+    data, add = jsonl(tmp_path / "p.jsonl", PROMPTS), module.Kept.add
+    target = tmp_path / "target"
+    shutil.copytree(run if kind == "a run" else run / "export/main", target)
+    monkeypatch.setattr(module.Kept, "add", broken)
+    with pytest.raises(WhetError, match="stopped here"):
+        made(target, data)
+    monkeypatch.setattr(module.Kept, "add", add)
+    shutil.rmtree(target)
+    if kind == "a run":
+        length = lambda response: -float(len(response))  # noqa: E731
+        train(target, steps=2, checkpoint={"interval": 1}, reward=length)
+    else:
+        export_checkpoint(str(run), to=str(target), step=1)
+    with pytest.raises(ConfigError, match=r"out.jsonl.part has replies of a command with .* another model"):
+        made(target, data)
 
 
 @pytest.mark.parametrize("content", [b"a line of mine\n", b"a line of mine", b'{"same": 7}\n', b"\0\n" * 3])

@@ -35,6 +35,7 @@ from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.outputs import replacing
 from whet.start import began
+from whet.storage.manifests import MANIFEST, digest
 from whet.storage.paths import brought_here, with_rows
 from whet.track.files import file_error
 from whet.types import ConfigError, DataError, Group, Json, Task, WhetError
@@ -235,17 +236,29 @@ def _tasks(sources: Sequence[Prepared]) -> Iterator[Task]:
 
 def _same(cfg: Config, sources: Sequence[Prepared], weights: Path | None) -> str:
     """Equal for commands that give equal replies."""
+    lora = cfg.model.lora
     said = {
         "prompts": [source.digest for source in sources],
         "asked": {
             name: [how.samples, how.sampling.model_dump(mode="json")] for name, how in all_asked(cfg).items()
         },
         "model": cfg.model.model_dump(mode="json"),
-        "weights": None if weights is None else str(weights.resolve()),
+        "files": [_files(Path(path)) for path in (cfg.model.path, lora.path if lora else None) if path],
+        "weights": None if weights is None else digest(weights / MANIFEST),
         "engine": [cfg.rollout.engine, cfg.rollout.quantization],
         "seed": cfg.seed,
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _files(folder: Path) -> list[Json]:
+    """Name, size and time of each file of a model: an export, or another download, takes the place of the one before.
+    Their digests would take long."""
+    return [
+        [file.name, file.stat().st_size, file.stat().st_mtime_ns]
+        for file in sorted(folder.iterdir())
+        if file.is_file()
+    ]
 
 
 # ---------------------------------------------------------------- sampling
