@@ -300,3 +300,24 @@ def test_rollouts_in_another_order_or_with_more_tokens() -> None:
     assert first is not None
     assert (first.a, first.b, first.strand, first.place) == ("absent", 6, 1, 3)
     assert found["rollouts"].differing == 0
+
+
+@pytest.mark.parametrize("compared", [compare.rollouts, compare.batches])
+def test_a_rollout_that_is_there_twice_is_not_equal(compared: Any) -> None:
+    """Else one of both would be compared, and the other passed over."""
+    a, b = [row(1, 0, reward=7.0), row(1, 0), row(2, 0)], [row(1, 0), row(2, 0)]
+    for mine, theirs, said in ((a, b, ("2 times there", "there")), (b, a, ("there", "2 times there"))):
+        (odd,) = (each for each in compared(mine, theirs) if each.differing)
+        assert odd.field == "rollouts"
+        assert (odd.first.a, odd.first.b, odd.first.rollout) == (*said, (1, 0))
+
+
+def test_a_column_of_a_batch_that_one_side_lacks_is_not_equal() -> None:
+    whole = [{"uid": 1, "index": n, "reward_R": 0.5, "adv_N": [1.0, 2.0]} for n in (0, 1)]
+    for lacking, values in (("reward_R", (0.5, "absent")), ("adv_N", ([1.0, 2.0], "absent"))):
+        part = [{name: value for name, value in each.items() if name != lacking} for each in whole]
+        for mine, theirs, said in ((whole, part, values), (part, whole, values[::-1])):
+            (odd,) = (each for each in compare.batches(mine, theirs) if each.differing)
+            assert (odd.field, odd.count, odd.differing) == (lacking, 2, 2)
+            assert odd.first is not None
+            assert (odd.first.a, odd.first.b) == said

@@ -6,6 +6,7 @@ Two numbers are equal if their bits are: 0.0 and -0.0 differ, a NaN equals itsel
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -152,18 +153,20 @@ def rollouts(a: Sequence[Row], b: Sequence[Row]) -> list[ComparedColumn]:
     fields = dict.fromkeys([*_ORDER, *ROLLOUTS.names])
     known = [f for f in fields if f not in ("uid", "index") and all(f in r for r in (*a[:1], *b[:1]))]
     out = [_compared(field, [(name, mine[name], theirs[name]) for name in names]) for field in known]
-    return [_presence(list(mine), list(theirs)), *out]
+    return [_presence(a, b), *out]
 
 
-def _presence(mine: Sequence[Name], theirs: Sequence[Name]) -> ComparedColumn:
-    """Whether the rollouts are the same ones, in the same order."""
+def _presence(a: Sequence[Row], b: Sequence[Row]) -> ComparedColumn:
+    """Whether the rollouts are the same ones, in the same order, each as often."""
+    mine, theirs = ([(row["uid"], row["index"]) for row in rows] for rows in (a, b))
     either = list(dict.fromkeys([*mine, *theirs]))
-    odd = [name for name in either if (name in mine) != (name in theirs)]
+    counts = Counter(mine), Counter(theirs)
+    odd = [name for name in either if counts[0][name] != counts[1][name]]
     first = None
     if odd:
-        there = ["there" if odd[0] in side else ABSENT for side in (mine, theirs)]
+        there = [{0: ABSENT, 1: "there"}.get(n := side[odd[0]], f"{n} times there") for side in counts]
         first = ValueDifference("rollouts", there[0], there[1], odd[0])
-    elif list(mine) != list(theirs):
+    elif mine != theirs:
         at = next(n for n, (x, y) in enumerate(zip(mine, theirs)) if x != y)
         odd, first = [mine[at]], ValueDifference("rollouts", list(mine[at]), list(theirs[at]), mine[at])
     return ComparedColumn("rollouts", len(either), len(odd), first)
@@ -222,12 +225,17 @@ def read_batch(path: Path) -> list[dict[str, Json]]:
 
 
 def batches(a: Sequence[Row], b: Sequence[Row]) -> list[ComparedColumn]:
-    """Each column that two batch files have, of the rollouts that both have; and which only one has."""
+    """Each column that two batch files have, of the rollouts that both have; what only one has, too: rollouts, and
+    columns."""
     mine, theirs = by_name(a), by_name(b)
     names = [name for name in mine if name in theirs]
-    fields = [f for f in (a[0] if a else {}) if b and f in b[0] and f not in ("uid", "index")]
-    out = [_column(f, [(n, mine[n][f], theirs[n][f]) for n in names], mine) for f in fields]
-    return [_presence(list(mine), list(theirs)), *out]
+    either = dict.fromkeys(name for rows in (a[:1], b[:1]) for row in rows for name in row)
+    fields = [f for f in either if f not in ("uid", "index")]
+    out = [
+        _column(f, [(n, mine[n].get(f, ABSENT), theirs[n].get(f, ABSENT)) for n in names], mine)
+        for f in fields
+    ]
+    return [_presence(a, b), *out]
 
 
 def _column(field: str, pairs: Sequence[tuple[Name, Json, Json]], rows: Mapping[Name, Row]) -> ComparedColumn:
