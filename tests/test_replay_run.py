@@ -462,8 +462,7 @@ def test_async_steps_are_refused_and_their_tokens_scored_again(asynchronous: Pat
     assert "weights for --logprobs" in called("replay", str(asynchronous)).output
     for step in (1, 2, 3):
         found = logprobs.rescored(recorded, 0, step)
-        assert found.equal
-        assert not found.unknown
+        assert (found.equal, found.close, found.unknown) == (True, False, {})
         rows = recorded.file("rollouts", 0, step)
         assert rows is not None
         assert sum(each.count for each in found.compared) == sum(len(sampled(rows, n)) for n in range(8))
@@ -482,6 +481,15 @@ def test_a_changed_log_prob_is_found_by_its_version(asynchronous: Path, tmp_path
         shutil.rmtree(path)
     with pytest.raises(ConfigError, match="none of these has a checkpoint"):
         logprobs.rescored(read(run), 0, 3)
+
+
+def test_log_probs_of_an_engine_of_other_arithmetic(tmp_path: Path) -> None:
+    """They differ, and it is said why. A replay samples with this engine again."""
+    run = trained(tmp_path / "run", rollout={"quantization": "int8"}, train={"steps": 1, "tasks_per_step": 4})
+    shown = called("replay", str(run), "--step", "1", "--logprobs")
+    assert (shown.exit_code, logprobs.rescored(read(run), 0, 1).close) == (1, True)
+    assert "differ without a fault" in " ".join(shown.output.split())
+    assert again(run, 1).equal
 
 
 def test_log_probs_by_a_damaged_checkpoint(asynchronous: Path, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def open_models(
     copied = any(p.samples_apart and p.generates for p in plans)
     on_ranks = copied and isinstance(place, InFiles)
     sampler = TorchEngine(twin(model), ops, cut=MicroBatchPolicy()) if copied and not on_ranks else None
-    exact = samples and _alike(loaded) and prove_exact(loaded.stages[-1], plans, model, ops=ops)
+    exact = samples and alike(loaded) and prove_exact(loaded.stages[-1], plans, model, ops=ops)
     engine = None
     if samples:
         engine = (opener or open_engine)(
@@ -284,8 +284,8 @@ def build_policy(cfg: ModelConfig, *, lora: LoraConfig | None, seed: int, **how:
     return model
 
 
-def _alike(loaded: Loaded) -> bool:
-    """Sampling and training run the same functions, in one process."""
+def alike(loaded: Loaded) -> bool:
+    """Whether sampling and training run the same functions, in one process."""
     other = any(
         c.train.compile or p.compute or p.float8 or world(c.train.parallel) > 1
         for c in loaded.stages

@@ -37,6 +37,8 @@ class Rescored:
     """Of each checkpoint: its version's tokens."""
     unknown: Mapping[int, int]
     """Number of tokens by version, of versions without a checkpoint, or with a damaged one."""
+    close: bool = False
+    """The engine that sampled them does not compute as the trainer does, to the bit."""
 
     @property
     def equal(self) -> bool:
@@ -76,8 +78,9 @@ def rescored(recorded: Recorded, stage: int, step: int) -> Rescored:
             f"--logprobs: the tokens of step {step} of stage {name!r} are of the versions "
             f"{', '.join(map(str, sorted(counts))) or 'none'}, and none of these has a checkpoint: {has}"
         )
-    found = _by_policy(recorded, stage, step, rows, known)
-    return Rescored(name, step, found, {v: n for v, n in counts.items() if v not in known})
+    found, close = _by_policy(recorded, stage, step, rows, known)
+    unknown = {v: n for v, n in counts.items() if v not in known}
+    return Rescored(name, step, found, unknown, close)
 
 
 def _whole(starts: Mapping[int, ReplayStart]) -> tuple[dict[int, ReplayStart], list[str]]:
@@ -96,13 +99,15 @@ def _whole(starts: Mapping[int, ReplayStart]) -> tuple[dict[int, ReplayStart], l
 
 def _by_policy(
     recorded: Recorded, stage: int, step: int, rows: Rows, known: Mapping[int, ReplayStart]
-) -> list[ComparedColumn]:
+) -> tuple[list[ComparedColumn], bool]:
+    """What is compared, and `Rescored.close`."""
     with aside(recorded, step) as (home, loaded), ExitStack() as stack:
         setup_logging(home, level=loaded.config.track.log_level)
         stack.callback(close_logging)
         with environment.importing():
             from whet.batch import pack
             from whet.envs.opened import Environments
+            from whet.job import alike
             from whet.learner import untrained
             from whet.stages import begin
         planned = [replace(plan, models_elsewhere=False) for plan in recorded.plans]
@@ -119,7 +124,9 @@ def _by_policy(
             if start.checkpoint is not None:
                 policy.load(start.checkpoint / "policy")
             out.append(_compared(rows, policy.forward(batch, "logprobs"), version, start.name))
-        return out
+        cfg = recorded.loaded.config
+        native = cfg.rollout.engine == "native" and cfg.sync.dtype == "auto"
+        return out, not (native and alike(recorded.loaded))
 
 
 def _compared(rows: Rows, logp_N: Tensor, version: int, name: str) -> ComparedColumn:

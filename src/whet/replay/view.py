@@ -22,6 +22,10 @@ from whet.types import ConfigError, Json
 TERMS = ("ratio", "clip_frac", "masked_frac", "kl_loss_nats", "weight", "loss")
 """What the table of tokens has of the loss; JSON has all of it."""
 SIDES = "recorded", "recomputed"
+CLOSE = (
+    "the engine that sampled the tokens does not compute as the trainer does to the bit (log-prob match: close), so "
+    "their log-probs differ without a fault; the metrics of the step have the difference that the run measured"
+)
 TITLES = {"clip_frac": "clipped", "masked_frac": "masked", "kl_loss_nats": "KL"}
 
 
@@ -147,6 +151,8 @@ def rescored_view(found: Rescored) -> RenderableType:
         Text(f"{count} tokens of version {version} are not compared: it has no whole checkpoint", "yellow")
         for version, count in found.unknown.items()
     ]
+    if found.close and not found.equal:
+        notes.append(Text(CLOSE, "yellow"))
     head = Text(f"{found.stage} step {found.step}: log-probs of the recorded tokens", "bold")
     return Group(head, *notes, "", compared(found.compared), "", _verdict(found.compared, found.equal))
 
@@ -158,6 +164,7 @@ def rescored_json(found: Rescored) -> Json:
         "equal": found.equal,
         "compared": [finite_json(each.to_json(SIDES)) for each in found.compared],
         "tokens_without_checkpoint": {str(v): n for v, n in found.unknown.items()},
+        "close": found.close,
     }
 
 
