@@ -545,7 +545,8 @@ def test_a_statistic_of_a_users_loss_has_a_name_of_its_own(mine: str) -> None:
 
     shown = {name for name in re.findall(r"`eval/SOURCE/(\w+)`", page) if not name.isupper()}
     of_likelihood = {"loss_nats", "loss_tokens", "perplexity"}  # which no loss of your own has
-    assert {"replies", "tasks", "unscored"} < shown and of_likelihood < shown
+    assert {"replies", "tasks", "unscored"} < shown
+    assert of_likelihood < shown
     for stat in [*taken, *(shown - of_likelihood), "weight", "logp", "expert_nll_nats"]:
         with pytest.raises(WhetError, match=rf"stats\['{stat}'\] has the name of a number of the run"):
             run(stat)
