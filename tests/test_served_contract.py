@@ -396,10 +396,11 @@ def test_a_hanging_server_is_found_within_its_deadline_and_a_slow_one_is_waited_
     kind: Kind, server: Server
 ) -> None:
     async def story() -> None:
-        engine = await opened(kind, server, limits=replace(LIMITS, answer=1.0))
+        engine = await opened(kind, server)
         server.slow_s = 0.1
         assert (await engine.health()).requests >= 0
         server.hangs = True
+        engine.calls.limits = replace(LIMITS, answer=1.0)
         with pytest.raises(Unreachable, match=r"rollout\.server\.timeout_s=1 s when asked"):
             await engine.health()
         await engine.close()
