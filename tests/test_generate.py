@@ -28,7 +28,7 @@ from whet.cli import app
 from whet.config.load import load
 from whet.config.plan import describe, plans
 from whet.export import export_checkpoint
-from whet.generation import AHEAD, in_order
+from whet.generation import AHEAD, FOLDER, in_order
 from whet.types import CheckpointError, ConfigError, DataError, Group, Json, Rollout, Task, WhetError
 
 PROMPTS: list[dict[str, Json]] = [
@@ -146,6 +146,16 @@ def test_a_step_of_a_run(run: Path, tmp_path: Path) -> None:
     evaluated = pq.read_table(run / "eval" / "main-step-000001.parquet").to_pylist()
     out = whet.generate(run, output=tmp_path / "out.jsonl", step=1)
     assert [row["responses"] for row in lines(out)] == [[row["text"]] for row in evaluated]
+
+
+def test_a_run_in_which_nothing_can_be_written_is_to_be_exported(run: Path, tmp_path: Path) -> None:
+    """Another run_dir, the advice to other commands, is refused here."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / FOLDER).write_text("")
+    with pytest.raises(
+        WhetError, match=r"cannot write .*give an export of the run \(`whet export RUN -o FOLDER`\)"
+    ):
+        whet.generate(tmp_path / "run", output=tmp_path / "out.jsonl")
 
 
 def test_a_stage_without_prompts_is_named(tmp_path: Path) -> None:

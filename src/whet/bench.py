@@ -39,7 +39,7 @@ from whet.offline import Judged, check, judge
 from whet.rewards.combine import RewardSet
 from whet.start import began
 from whet.storage.paths import brought_here, with_rows
-from whet.track.files import RunLock
+from whet.track.files import RUN_DIR, RunLock
 from whet.track.log import close_logging, setup_logging
 from whet.track.run_paths import check_inside, check_way
 from whet.types import CheckpointError, ConfigError, Json
@@ -276,14 +276,17 @@ def checkpoints_of(root: Path, chosen: Selected) -> list[Path]:
 def set_up(cfg: Config, folder: Path, command: str, *, rows: Sequence[Given], stack: ExitStack) -> None:
     """What a command has in its folder until the stack closes: the lock, stacks of a hang, the log. rows: what is
     written into the run directory before data is read."""
-    check_way(folder, Path(cfg.run_dir))
-    stack.enter_context(RunLock(folder))
+    run_dir = Path(cfg.run_dir)
+    check_way(folder, run_dir)
+    of_run = (run_dir / "checkpoints").is_dir()  # what is made of a run is written there
+    other = "an export of the run (`whet export RUN -o FOLDER`) in place of the run" if of_run else RUN_DIR
+    stack.enter_context(RunLock(folder, other=other))
     check_inside(folder)
     stack.enter_context(stacks.kept(folder, command))
     setup_logging(folder, level=cfg.track.log_level)
     stack.callback(close_logging)
     for given in rows:
-        given.write(Path(cfg.run_dir))
+        given.write(run_dir)
 
 
 def alone(loaded: Loaded) -> Loaded:

@@ -264,7 +264,7 @@ class RunLock:
 
     _held: ClassVar[set[int]] = set()
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, other: str = RUN_DIR) -> None:
         path = run_dir / "lock"
         self._handles: list[int] = []
         try:
@@ -278,7 +278,7 @@ class RunLock:
                 os.close(handle)
             if e.errno == errno.EAGAIN or (e.errno == errno.EACCES and self._handles):
                 raise WhetError(_in_use(run_dir)) from e
-            raise file_error(e, path) from e
+            raise file_error(e, path, other=other) from e
         RunLock._held.update(self._handles)
 
     def release(self) -> None:
