@@ -150,7 +150,7 @@ def test_a_step_of_a_run(run: Path, tmp_path: Path) -> None:
 
 def test_a_run_in_which_nothing_can_be_written_is_to_be_exported(run: Path, tmp_path: Path) -> None:
     """Another run_dir, the advice to other commands, is refused here."""
-    shutil.copytree(run, tmp_path / "run")
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns(FOLDER))
     (tmp_path / "run" / FOLDER).write_text("")
     with pytest.raises(
         WhetError, match=r"cannot write .*give an export of the run \(`whet export RUN -o FOLDER`\)"
