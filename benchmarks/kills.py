@@ -331,9 +331,21 @@ def play(site: Site, rng: random.Random, most: int) -> Iterator[Hit]:
         if made is None:
             break
         yield made
-    until(lambda: site.finished or ended(site), "the end of the run", 4 * WAIT_S)
+    until(lambda: site.finished or (not went_on(site) and ended(site)), "the end of the run", 4 * WAIT_S)
     if not site.finished:
         raise RuntimeError(ended(site))
+
+
+def went_on(site: Site) -> bool:
+    """Start a process again that misses only after the last hit what one before it has killed, and says so."""
+    for name, started in list(site.running.items()):
+        if started.poll() == 1 and site.late is not None:
+            said = [line for line in site.said(name).splitlines() if line.startswith("whet: ")][-1:]
+            if said and re.search(LATE[site.late.target], said[0]):
+                site.late.outcome, site.late.said, site.late = NAMED, said[0], None
+                again(site, name)
+                return True
+    return False
 
 
 def ended(site: Site) -> str:
