@@ -297,14 +297,27 @@ def followed(site: Site, made: Hit, base: int) -> str | None:
     return outcome
 
 
+def last_told(site: Site, name: str) -> str:
+    """The last message that a command printed of its end."""
+    return next((line for line in reversed(site.said(name).splitlines()) if line.startswith("whet: ")), "")
+
+
+def missed(site: Site, told: str) -> bool:
+    """Whether an end is that of what was killed earlier (`LATE`) and is missed only now; it is booked there."""
+    late = site.late
+    if late is None or not re.search(LATE[late.target], told):
+        return False
+    late.outcome, late.said, site.late = NAMED, told, None
+    return True
+
+
 def judged(site: Site, made: Hit, name: str, code: int) -> str:
     """What it means that a process has ended by itself."""
-    lines = [line for line in site.said(name).splitlines() if line.startswith("whet: ")]
-    last, late = lines[-1] if lines and code == 1 else "", site.late
-    if late is not None and late is not made and re.search(LATE[late.target], last):
-        late.outcome, late.said, site.late = NAMED, last, None
+    told = last_told(site, name)
+    last = told if code == 1 else ""
+    if site.late is not made and missed(site, last):
         return made.outcome
-    made.said = lines[-1][:300] if lines else site.said(name)[-300:]
+    made.said = told[:300] or site.said(name)[-300:]
     word = {
         "rank": r"rank \d+ of \d+ is stopped" if made.signal == "SIGSTOP" else r"rank \d+ of \d+ died",
         "engine": r"replica|engine",
@@ -312,7 +325,7 @@ def judged(site: Site, made: Hit, name: str, code: int) -> str:
         "reward-nursery": r"reward",
     }
     named = last and re.search(word.get(made.target, "$^"), last)
-    if named and made is late:
+    if named and made is site.late:
         site.late = None
     return NAMED if named else f"ENDED ({code}) without naming it"
 
@@ -339,12 +352,9 @@ def play(site: Site, rng: random.Random, most: int) -> Iterator[Hit]:
 def went_on(site: Site) -> bool:
     """Start a process again that misses only after the last hit what one before it has killed, and says so."""
     for name, started in list(site.running.items()):
-        if started.poll() == 1 and site.late is not None:
-            said = [line for line in site.said(name).splitlines() if line.startswith("whet: ")][-1:]
-            if said and re.search(LATE[site.late.target], said[0]):
-                site.late.outcome, site.late.said, site.late = NAMED, said[0], None
-                again(site, name)
-                return True
+        if started.poll() == 1 and missed(site, last_told(site, name)):
+            again(site, name)
+            return True
     return False
 
 

@@ -22,17 +22,14 @@ QUIET_S = 0.05
 """Pause between two looks for new processes."""
 
 
-def stop(root: psutil.Process) -> list[psutil.Process]:
-    """Stop a process and its descendants, from above, so that none starts another. Those that ran before."""
-    stopped: dict[psutil.Process, None] = {}
-    while True:
-        found = [p for p in (root, *root.children(recursive=True)) if p not in stopped and runs(p)]
-        if not found:
-            return list(stopped)
+def stop(root: psutil.Process, stopped: dict[psutil.Process, None]) -> None:
+    """Stop a process and its descendants, from above, so that none starts another. stopped: filled with those that ran
+    before, also where this is interrupted."""
+    while found := [p for p in (root, *root.children(recursive=True)) if p not in stopped and runs(p)]:
         for process in found:
+            stopped[process] = None
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGSTOP)
-                stopped[process] = None
 
 
 def runs(process: psutil.Process) -> bool:
@@ -42,9 +39,9 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def go_on(processes: list[psutil.Process]) -> None:
+def go_on(stopped: dict[psutil.Process, None]) -> None:
     """From below: a parent that wakes finds children that run."""
-    for process in reversed(processes):
+    for process in reversed(stopped):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGCONT)
 
@@ -63,10 +60,10 @@ def main() -> int:
         until = time.monotonic() + draw.uniform(0.5, 1.5) * asked.every
         while command.poll() is None and time.monotonic() < until:
             time.sleep(QUIET_S)
-        stopped: list[psutil.Process] = []
+        stopped: dict[psutil.Process, None] = {}
         try:
             with suppress(psutil.NoSuchProcess):
-                stopped = stop(root)
+                stop(root, stopped)
                 time.sleep(asked.seconds)
                 stalls += 1
         finally:
