@@ -33,10 +33,10 @@ from pathlib import Path
 from whet.guard import stacks
 
 def deep_inside():
+    print("there", flush=True)
     time.sleep(3600)
 
 with stacks.kept(Path(sys.argv[1]), "explorer-one"):
-    print("there", flush=True)
     deep_inside()
 """
 RUN = """
@@ -56,10 +56,10 @@ import time
 from whet.guard.watch import Watch
 
 def never_comes_back():
+    Watch(quiet_s=0.1, limit_s=0.5).beat("the update")
+    print("there", flush=True)
     time.sleep(3600)
 
-Watch(quiet_s=0.1, limit_s=0.5).beat("the update")
-print("there", flush=True)
 never_comes_back()
 """
 

@@ -37,6 +37,8 @@ T = TypeVar("T")
 ANSWER_S = 2.0
 """How long a process may take to write its stacks."""
 STEP_S = 0.02
+SETTLED_S = 0.1
+"""So long without a byte more: they have written. faulthandler writes line by line, and has no end mark."""
 FAR_S = 5.0
 """How long those on other machines may take, all together."""
 MOST_CHARS = 20_000
@@ -200,10 +202,13 @@ def others() -> str:
             os.kill(pid, signal.SIGUSR1)
     until = time.monotonic() + ANSWER_S
     sizes: list[int] = []
-    while time.monotonic() < until:  # until all have written, and nobody writes any more
+    settled = time.monotonic() + SETTLED_S
+    while asked and time.monotonic() < until:  # until all have written, and nobody writes any more
         before, sizes = sizes, [len(o.said()) for o in asked]
         silent = [o for o, size in zip(asked, sizes) if not size and o.lives and state(o.process[0]) != "T"]
-        if not silent and before == sizes:
+        if silent or before != sizes:
+            settled = time.monotonic() + SETTLED_S
+        elif time.monotonic() >= settled:
             break
         time.sleep(STEP_S)
     parts = []
