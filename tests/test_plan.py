@@ -545,6 +545,10 @@ def test_problems_of_all_stages_are_told_once_and_of_one_by_its_name():
             [{"name": "a", "train": {"steps": 1}, "rollout": {"engine": "hf"}}],
             "one engine serves the whole run",
         ),
+        (
+            [{"name": "a", "train": {"steps": 1}, "rollout": {"server": {"timeout_s": 9}}}],
+            "stages[0].rollout.server: one engine serves the whole run",
+        ),
     ],
 )
 def test_stages_that_do_not_go_together(stages, said):

@@ -74,6 +74,9 @@ NOT_BUILT: Mapping[str, str] = {
 """Engines of other systems that a config may name, and what to use."""
 NOT_BUILT = {**NOT_BUILT, "tensorrt-llm": NOT_BUILT["trtllm"], "tensorrt_llm": NOT_BUILT["trtllm"]}
 
+ONE_FOR_ALL = ("engine", "replicas", "quantization", "server")
+"""Keys of `rollout` that stages cannot differ in: one engine serves the whole run."""
+
 
 def engines_of(cfg: Config) -> int:
     """How many engines a run begins with: replicas, servers, or the one in its process. Each samples

@@ -18,7 +18,7 @@ from whet.config.checks import Problem, hard_problems, unused
 from whet.config.checks_run import not_installed
 from whet.config.derived import Plan, for_critic, with_lr
 from whet.config.describe import describe
-from whet.config.engines import never_trains
+from whet.config.engines import ONE_FOR_ALL, never_trains
 from whet.config.evaluation import (
     eval_sampling,
     evaluates,
@@ -147,7 +147,7 @@ def _problems(config: Config, stages: Sequence[Config], *, here: bool) -> Iterat
                 f"{key}: '{name}' becomes a part of names of files: use letters of ASCII, digits, _ . and - only, a "
                 "letter or digit first",
             )
-        for shared in ("engine", "replicas", "quantization"):
+        for shared in ONE_FOR_ALL:
             if getattr(stages[n].rollout, shared) != getattr(config.rollout, shared):
                 key = f"stages[{n}].rollout.{shared}"
                 yield key, f"{key}: one engine serves the whole run; set rollout.{shared} at the top level"
