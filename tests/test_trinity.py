@@ -1245,6 +1245,30 @@ def test_a_stage_may_not_change_what_is_one_for_all() -> None:
     assert "stages[0]: it asks for the default of checkpoint.async_save, which is one for all" in problem[1]
 
 
+def test_the_engine_of_stages_stands_over_them() -> None:
+    """One engine serves the whole run, so its keys are natively those of no stage; a stage that reads a file says
+    nothing of them."""
+    buffer = {"train_batch_size": 16, "trainer_input": {"experience_buffer": {"path": "sft.jsonl"}}}
+    sft: dict[str, Json] = {"stage_name": "sft", "mode": "train", "buffer": buffer}
+    sft |= {"algorithm": {"algorithm_type": "sft"}}
+    stages = [sft, {"stage_name": "a"}, {"stage_name": "b"}]
+    engines = {"rollout_model": {"engine_num": 2}}
+    made = translated(small(explorer=engines, stages=stages))
+    assert not made.problems
+    assert made.tree["rollout"]["replicas"] == 2
+    assert not [stage for stage in made.tree["stages"] if "replicas" in stage["rollout"]]
+    served = translated(small(explorer={"rollout_model": {"extra_engine_args": {"x": 1}}}, stages=stages))
+    assert served.tree["rollout"]["engine"] == "vllm"
+    assert served.tree["rollout"]["server"]["options"]["x"] == 1
+    stages[1] = {"stage_name": "a", "explorer": {"rollout_model": {"engine_num": 4}}}
+    other = translated(small(explorer=engines, stages=stages))
+    ((_, said),) = other.unbuilt
+    assert "stages[2]: it asks for rollout.replicas=2, a stage before for 4" in said
+    stages[1] = {"stage_name": "a", "explorer": {"rollout_model": {"tensor_parallel_size": 4}}}
+    embedded = translated(small(explorer=engines, stages=stages))
+    assert not (embedded.problems or embedded.unbuilt), "only servers have the size"
+
+
 def checkpoint(**given: Json) -> dict[str, Json]:
     """Keys of the policy's checkpoints, as a tree of the veRL section."""
     return {"actor_rollout_ref": {"actor": {"checkpoint": given}}}

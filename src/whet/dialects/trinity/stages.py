@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from whet.config.engines import ONE_FOR_ALL
 from whet.config.faults import shown
 from whet.config.keys import dotted
+from whet.config.sections.rollout import RolloutConfig
 from whet.config.tree import STAGE_SECTIONS, get, leaves, merge
 from whet.dialects.match import read
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.tables import Dialect, dialect
 from whet.dialects.translate import Translation, translate
+from whet.dialects.trinity.values import PRESETS
 from whet.dialects.versions import VERSION
 from whet.types import ConfigError, Json
 
@@ -30,23 +33,50 @@ def stages(values: Values) -> Mapping[str, Json]:
     problems: list[str] = []
     unbuilt: list[str] = []
     trees: list[dict[str, Json]] = []
+    engine: dict[str, Json] | None = None
     for n, stage in enumerate(given):
-        done = translate(inherited(whole, stage), of, origins={})
+        file = inherited(whole, stage)
+        done = translate(file, of, origins={})
         said = [text for _, text in done.problems if text not in told and "unknown key" not in text]
         said += [] if stage.get("stage_name") else ["stage_name: must be given."]
         trees.append(done.tree)
+        own = _engine(file, done.tree)
+        engine = own if engine is None else engine
         said += _own_way(alone.tree, done.tree, _fed(stage, of))
         problems += [f"stages[{n}]: {text}" for text in said]
         unbuilt += [f"stages[{n}]: {text}" for _, text in done.unbuilt if text not in told]
+        unbuilt += [f"stages[{n}]: {text}" for text in _another(engine, own)]
     if problems:
         raise ConfigError("; ".join(problems + unbuilt))
     if unbuilt:
         raise NotSupportedYet("; ".join(unbuilt))
-    out: dict[str, Json] = {}
+    out: dict[str, Json] = {f"rollout.{key}": value for key, value in (engine or {}).items()}
     for n, (stage, tree) in enumerate(zip(given, trees)):
         out[f"stages.{n}.name"] = stage["stage_name"]
         out |= {f"stages.{n}.{key}": value for key, value in tree.items() if key in STAGE_SECTIONS}
     return out
+
+
+def _engine(file: Mapping[str, Json], tree: dict[str, Json]) -> dict[str, Json] | None:
+    """What a stage says of the engine, which serves the whole run, taken out of its tree; None where nothing is
+    sampled."""
+    own = {key: value for key in ONE_FOR_ALL if (value := tree.get("rollout", {}).pop(key, None)) is not None}
+    kind = (file.get("algorithm") or {}).get("algorithm_type", DEFAULT_ALGORITHM)
+    return own if kind in PRESETS and PRESETS[kind].kind == "online" else None
+
+
+def _another(engine: Mapping[str, Json] | None, own: Mapping[str, Json] | None) -> list[str]:
+    """What a stage asks for that the engine of the stages before does not have. The embedded engine has no servers."""
+    if engine is None or own is None:
+        return []
+    default = RolloutConfig().model_dump(mode="json")
+    asked = {key: (own.get(key, default[key]), engine.get(key, default[key])) for key in ONE_FOR_ALL}
+    return [
+        f"it asks for rollout.{key}={shown(mine)}, a stage before for {shown(theirs)}; engines that change between "
+        "stages are coming, not built yet."
+        for key, (mine, theirs) in asked.items()
+        if mine != theirs and (key != "server" or "engine" in own)
+    ]
 
 
 def _fed(stage: Mapping[str, Json], of: Dialect) -> set[str]:
