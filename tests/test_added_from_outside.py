@@ -364,6 +364,20 @@ def engine(tmp_path: Path) -> RolloutEngine:
     return made
 
 
+def test_one_engine_waits_for_a_reply_as_long_as_the_most_patient_stage(tmp_path: Path) -> None:
+    source = """
+from whet.rollout.native.engine import opened
+
+def made(inputs):
+    (inputs.run_dir / "limit").write_text(f"{inputs.reply_timeout_s:g}")
+    return opened(inputs)
+"""
+    stages = [{"name": name, "rollout": {"timeout_s": limit}} for name, limit in (("a", 700), ("b", 650))]
+    rollout = {**RUN["rollout"], "engine": f"{written(tmp_path, source)}:made"}
+    whet.train(**tree_of(tmp_path / "run", rollout=rollout, stages=stages))
+    assert (tmp_path / "run" / "limit").read_text() == "700"
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_with_an_engine_of_a_users_own_is_that_of_the_native_one(
     tmp_path: Path, staleness: int

@@ -387,7 +387,7 @@ def open_engine(
             beat=watch.beat,
             span=partial(timeline.piece, lane=SAMPLING),
             server=cfg.rollout.server,
-            reply_timeout_s=cfg.rollout.timeout_s,
+            reply_timeout_s=max(p.cfg.rollout.timeout_s for p in sampling),
             load_timeout_s=cfg.sync.timeout_s,
             run_dir=Path(cfg.run_dir).absolute(),
             home=trainers(cfg).absolute(),
