@@ -778,6 +778,17 @@ def test_budgets_of_each_model() -> None:
     }
 
 
+def test_ranks_that_share_a_sequence_have_a_budget_each() -> None:
+    sizes: dict[str, Json] = {"model__max_prompt_tokens": 10, "model__max_response_tokens": 20}
+    sizes |= {"trainer__max_token_len_per_gpu": 50, "trainer__ulysses_sequence_parallel_size": 2}
+    assert trainer.micro(grpo(**sizes)) == {"train.micro_batch_tokens": 100}
+    del sizes["trainer__max_token_len_per_gpu"]
+    assert trainer.micro(grpo(**sizes)) == {"train.micro_batch_tokens": 60}, "twice the longest, over both"
+    sizes |= {"trainer__ulysses_sequence_parallel_size": 1, "trainer__trainer_strategy": "megatron"}
+    cp: dict[str, Json] = {f"{ACTOR}.megatron.context_parallel_size": 4}
+    assert trainer.micro(grpo(**sizes, **cp)) == {"train.micro_batch_tokens": 240}
+
+
 def test_micro_batches_by_rollouts() -> None:
     given: dict[str, Json] = {"trainer__use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3}
     assert trainer.micro(grpo(**given)) == {

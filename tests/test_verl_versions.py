@@ -330,6 +330,10 @@ def test_groups_are_filtered_by_the_whole_reward_since_0_9_1() -> None:
 def test_supervised_fine_tuning_over_engines_splits_by_tokens_since_0_7_0() -> None:
     given: dict[str, Json] = {"model.path": "m", "data.train_batch_size": 64}
     assert made(given, "0.7.0", "verl-sft").tree["train"]["micro_batch_tokens"] == 8192
+    shared: dict[str, Json] = {"ulysses_sequence_parallel_size": 2, "use_remove_padding": True}
+    shared["data.max_token_len_per_gpu"] = 1000
+    found = made(given | shared, "0.7.0", "verl-sft").tree["train"]
+    assert (found["parallel"]["cp"], found["micro_batch_tokens"]) == (2, 2000), "a budget for each of the two"
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ def micro(values: Values) -> Native:
 
 
 def _tokens(values: Values) -> dict[str, int | None]:
-    """Budgets of tokens, which hold twice max_model_len at least, but for the trainer's own from 0.6.0 on; None where
-    the policy's stands for it.
+    """Budgets of tokens, of all ranks that share a sequence together, each of which has the file's. They hold twice
+    max_model_len at least, but for the trainer's own from 0.6.0 on; None where the policy's stands for it.
 
     A budget that is its default, or the one it refers to, binds nobody: trainer.max_token_len_per_gpu does.
     """
@@ -153,11 +153,13 @@ def _tokens(values: Values) -> dict[str, int | None]:
     own = values["trainer.max_token_len_per_gpu"] or floor
     if not at_least(values, "0.6.0"):
         own = max(own, floor)
-    return {
+    each = {
         "actor": told(policys, 16384) or own,
         "forward": min((size for size in forward if size), default=None),
         "critic": trained,
     }
+    shared = values[f"{ACTOR}.megatron.context_parallel_size"] if is_megatron(values) else sequence_ranks(values)
+    return {who: size and size * shared for who, size in each.items()}
 
 
 def _rollouts(values: Values) -> dict[str, int | None]:

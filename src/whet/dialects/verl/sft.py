@@ -106,7 +106,7 @@ def imports(v: Values) -> Native:
 
 def batch(v: Values) -> Native:
     """B sequences a step; a pass has micro_batch_size_per_gpu of them, which must divide a rank's share; over engines
-    it may have so many tokens."""
+    it may have so many tokens, times the ranks that share a sequence."""
     B, W, sp = v["data.train_batch_size"], _world(v), v["ulysses_sequence_parallel_size"]
     if W % sp:
         raise ConfigError(
@@ -116,7 +116,8 @@ def batch(v: Values) -> Native:
     if B % dp:
         raise ConfigError(f"data.train_batch_size={B} must be divisible by the {dp} data-parallel ranks")
     if over_engines(v) and v["data.use_dynamic_bsz"]:
-        return {"train.tasks_per_step": B, "train.micro_batch_tokens": v["data.max_token_len_per_gpu"]}
+        shared = v[_parallel_keys(v)[ENGINES[engine_of(v)].sharing]]
+        return {"train.tasks_per_step": B, "train.micro_batch_tokens": v["data.max_token_len_per_gpu"] * shared}
     each, together = v["data.micro_batch_size_per_gpu"], v["data.micro_batch_size"]
     each = each if together is None else max(1, together // dp)
     if B // dp % each:
