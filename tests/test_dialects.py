@@ -540,6 +540,15 @@ def test_keys_that_nothing_reads_are_left_out_with_a_word(tmp_path, toy):
     assert read_now.config.eval.interval == 5
 
 
+def test_what_a_function_adds_is_no_news_where_nothing_reads_it(tmp_path):
+    """The unit of a schedule is of no key of verl's: a file with a constant rate did not ask for it."""
+    text = "actor_rollout_ref: {actor: {optim: {lr: 2e-6, weight_decay: 0.0}}}\ndata: {train_files: [a.parquet]}\n"
+    loaded = load(written(tmp_path, text), dialect="verl-ppo")
+    lines = {line.key: line for line in loaded.translation.lines if line.given}
+    assert "schedule" not in loaded.config.train.optimizer.model_fields_set
+    assert not [line.note for line in lines.values() if "has no effect" in line.note]
+
+
 def test_native_keys_stand_below_whet(tmp_path, toy):
     path = written(
         tmp_path, FILE + "whet:\n  reward_workers: {timeout_s: 3.5}\n  train: {optimizer: {lr: 0.5}}\n"

@@ -1277,7 +1277,7 @@ def test_the_engine_of_stages_stands_over_them() -> None:
     assert "stages[2]: it asks for rollout.replicas=2, a stage before for 4" in said
     stages[1] = {"stage_name": "a", "explorer": {"rollout_model": {"tensor_parallel_size": 4}}}
     embedded = translated(small(explorer=engines, stages=stages))
-    assert not (embedded.problems or embedded.unbuilt), "only servers have the size"
+    assert (embedded.problems, embedded.unbuilt) == ((), ()), "only servers have the size"
 
 
 def checkpoint(**given: Json) -> dict[str, Json]:

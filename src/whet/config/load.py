@@ -151,7 +151,7 @@ def load(
         written, config, unread = _left_out(
             draft, written, config, lambda found: idle(found, stage_configs(found), translated)
         )
-        translation = replace(translated, lines=tuple(noted(line, unread) for line in translated.lines))
+        translation = noted(translated, unread)
     if unused == "warn" or _switches_algorithm(overrides):
         kept = () if unused == "warn" else ("override", "values")
         before = written

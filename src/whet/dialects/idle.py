@@ -5,6 +5,7 @@ Such a file often has the settings of a critic or an evaluation that its run doe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,7 +16,8 @@ from whet.config.recipes import is_optional
 from whet.config.schema import Config
 from whet.config.trackers import LISTS
 from whet.config.tree import get, merge, origin, path_of
-from whet.dialects.translate import ReportLine, Translation
+from whet.dialects.tables import Dialect, dialect
+from whet.dialects.translate import ReportLine, Translation, declares
 from whet.types import Json
 
 
@@ -47,12 +49,21 @@ def without(tree: Json, paths: Mapping[Path, str], at: Path = ()) -> Json:
     }
 
 
-def noted(line: ReportLine, paths: Mapping[Path, str]) -> ReportLine:
-    """A line without the native keys that were left out; where the key is given, it says which."""
+def noted(made: Translation, paths: Mapping[Path, str]) -> Translation:
+    """The report without the native keys that were left out."""
+    of = dialect(made.dialect, made.version)
+    return replace(made, lines=tuple(_noted(line, paths, of) for line in made.lines))
+
+
+def _noted(line: ReportLine, paths: Mapping[Path, str], of: Dialect) -> ReportLine:
+    """A line without the native keys that were left out; where the key is given, it says which of those that the key
+    stands for: what its function adds to them was not asked for."""
     out = {native: why for native in line.native if (why := _why(path_of(native, ()), paths))}
     if not out:
         return line
-    said = "; ".join(f"{native} {why.removesuffix('; leave it out')}" for native, why in out.items())
+    row = of.row(re.sub(r"\[\d+\]", "[]", line.key))
+    asked = {native: why for native, why in out.items() if row is None or declares(row, native)}
+    said = "; ".join(f"{native} {why.removesuffix('; leave it out')}" for native, why in asked.items())
     note = "; ".join(text for text in (line.note, said if line.given else "") if text)
     return replace(line, native=tuple(n for n in line.native if n not in out), note=note)
 

@@ -141,8 +141,8 @@ def _called(file: Reading, function: str) -> Iterator[_Write]:
             file.problems.append((place, text))
         return
     for key, value in native.items():
-        nearest = sorted(rows, key=lambda row: _declares(row, key), reverse=True)
-        yield _write(file, key, value, rows=[row for row in nearest if _declares(row, key)] or rows)
+        nearest = sorted(rows, key=lambda row: declares(row, key), reverse=True)
+        yield _write(file, key, value, rows=[row for row in nearest if declares(row, key)] or rows)
 
 
 def _told(file: Reading, rows: Sequence[Row], said: str) -> tuple[str, str]:
@@ -168,7 +168,7 @@ def _names(said: str, key: str) -> int | None:
     return found.start() if found else None
 
 
-def _declares(row: Row, native: str) -> int:
+def declares(row: Row, native: str) -> int:
     """How much of a native key a row names: the whole of it, a section that it is in, or nothing (0)."""
     return max((len(key) for key in row.native if native == key or native.startswith(f"{key}.")), default=0)
 

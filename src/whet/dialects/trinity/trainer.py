@@ -158,7 +158,9 @@ def _tokens(values: Values) -> dict[str, int | None]:
         "forward": min((size for size in forward if size), default=None),
         "critic": trained,
     }
-    shared = values[f"{ACTOR}.megatron.context_parallel_size"] if is_megatron(values) else sequence_ranks(values)
+    shared = (
+        values[f"{ACTOR}.megatron.context_parallel_size"] if is_megatron(values) else sequence_ranks(values)
+    )
     return {who: size and size * shared for who, size in each.items()}
 
 

@@ -117,7 +117,10 @@ def batch(v: Values) -> Native:
         raise ConfigError(f"data.train_batch_size={B} must be divisible by the {dp} data-parallel ranks")
     if over_engines(v) and v["data.use_dynamic_bsz"]:
         shared = v[_parallel_keys(v)[ENGINES[engine_of(v)].sharing]]
-        return {"train.tasks_per_step": B, "train.micro_batch_tokens": v["data.max_token_len_per_gpu"] * shared}
+        return {
+            "train.tasks_per_step": B,
+            "train.micro_batch_tokens": v["data.max_token_len_per_gpu"] * shared,
+        }
     each, together = v["data.micro_batch_size_per_gpu"], v["data.micro_batch_size"]
     each = each if together is None else max(1, together // dp)
     if B // dp % each:
