@@ -220,3 +220,30 @@ def test_the_plan_of_a_file_tells_it(tmp_path: Path) -> None:
     assert "differs: buffer.explorer_input.default_workflow_type" in " ".join(done.output.split()), (
         done.output
     )
+
+
+def test_what_an_sft_file_does_not_read_differs_from_nothing() -> None:
+    taskset = {
+        "path": "tasks",
+        "default_workflow_type": "sudoku_workflow",
+        "task_selector": {"selector_type": "offline_easy2hard", "feature_keys": ["rate"]},
+    }
+    replays = {"path": "replies", "replay_buffer": {"reuse_cooldown_time": 1.0}}
+    buffer = {
+        "train_batch_size": 4,
+        "explorer_input": {"taskset": taskset, "default_workflow_type": "math_workflow"},
+        "trainer_input": {"experience_buffer": replays},
+    }
+    timeout = {"enable": True, "ratio": 2.0}
+
+    def told(kind: str) -> set[str]:
+        tree = {
+            "algorithm": {"algorithm_type": kind},
+            "buffer": buffer,
+            "explorer": {"dynamic_timeout": timeout},
+        }
+        found = said(translate(tree, dialect("trinity"), origins={}))
+        return {text.split("=")[0].split(".")[-1] for text in found} - {"loss_agg_mode", "enable_thinking"}
+
+    assert told("sft") == set()
+    assert told("grpo") == {"default_workflow_type", "selector_type", "train_batch_size", "ratio"}
