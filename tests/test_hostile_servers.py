@@ -151,6 +151,15 @@ def test_a_server_that_has_too_many_requests_for_too_long_is_told_so() -> None:
         asked(saying(b"{}", status=429), answer=1.0)
 
 
+@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("status", [301, 302, 307])
+def test_a_server_that_points_elsewhere_is_not_followed(status: int, events: bool) -> None:
+    """A POST became a GET of another page, whose answer counted; or prompts went to another host."""
+    elsewhere = "http://127.0.0.1:1/login"
+    with pytest.raises(WhetError, match=rf"status {status}: .*points to {elsewhere}, which is not followed"):
+        asked(saying(b"", status=status, Location=elsewhere), events=events)
+
+
 def test_an_event_without_an_end_is_a_broken_answer() -> None:
     with pytest.raises(Unreachable, match="broke off"):
         asked(saying(b'data: {"a": 1}\n\n'), events=True)

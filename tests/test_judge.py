@@ -261,6 +261,20 @@ def test_a_server_that_is_busy_for_as_long_as_there_is_time_is_told_as_busy() ->
     assert "answered 500 Internal Server Error: no worker is free" in error
 
 
+@pytest.mark.parametrize("status", [301, 308])
+def test_a_judge_that_points_elsewhere_is_not_followed(status: int) -> None:
+    """The question went on to another host, or as a GET without it."""
+
+    async def moved(_: web.Request) -> web.Response:
+        return web.Response(status=status, headers={"Location": f"{other.url}/chat/completions"})
+
+    with server() as other, server(moved) as s:
+        (error,) = pay("judge", task(), "abc", url=s.url, model="m")
+        assert not other.asked
+    assert f"answered {status}" in error
+    assert f"points to {other.url}/chat/completions, which is not followed" in error
+
+
 async def hangs(request: web.Request) -> web.Response:
     """No answer as long as somebody waits for it."""
     while request.transport is not None:

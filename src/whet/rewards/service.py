@@ -39,13 +39,15 @@ async def post(
     end = time.monotonic() + within_s
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            async with session.post(url, json=body, headers=headers) as said:
+            async with session.post(url, json=body, headers=headers, allow_redirects=False) as said:
                 if said.status in again and attempt < ATTEMPTS and time.monotonic() + attempt < end:
                     await asyncio.sleep(attempt)
                     continue
                 text = await _bounded(said)
-                if said.status >= 400:
+                if said.status >= 300:
                     told = words((text or b"").decode("utf-8", "replace"), _MOST_TOLD)
+                    if where := said.headers.get("Location"):
+                        told += f"; it points to {words(where, _MOST_TOLD)}, which is not followed: give that address"
                     raise ConnectionError(f"{what} at {url} answered {said.status} {said.reason}: {told}")
         except TimeoutError:
             raise ConnectionError(

@@ -173,7 +173,7 @@ class Calls:
             async with asyncio.timeout(getattr(self.limits, call.limit)):
                 while True:
                     request = self._opened().request(
-                        call.method, self.url + call.path, json=body, params=query
+                        call.method, self.url + call.path, json=body, params=query, allow_redirects=False
                     )
                     async with request as said:
                         if said.status == 200:
@@ -203,6 +203,8 @@ class Calls:
         told = f"{self.url} refused {call.what} with status {said.status}: {message}"
         if said.status in (401, 403):
             told += "; give its token as rollout.server.token"
+        if where := said.headers.get("Location"):
+            told += f"; it points to {words(where, MOST_TOLD)}, which is not followed: give the server's own address"
         if said.status == 503 or DEAD in message:
             return Unreachable(told)
         return (RequestError if said.status in (400, 422) else WhetError)(told)
