@@ -275,6 +275,42 @@ def test_a_judge_that_points_elsewhere_is_not_followed(status: int) -> None:
     assert f"points to {other.url}/chat/completions, which is not followed" in error
 
 
+def test_a_judge_is_asked_through_the_proxy_of_the_environment_and_never_with_netrc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key beside an entry of ~/.netrc for its host failed; without one, the password of that entry was sent."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("default login me password secret-of-netrc\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    heard: list[tuple[str, str | None]] = []
+
+    async def rates(request: web.Request) -> web.Response:
+        heard.append((request.host, request.headers.get("Authorization")))
+        return web.json_response({"choices": [{"message": {"content": "Rating: 10"}}]})
+
+    def judged(url: str, **arguments: Any) -> dict[str, float]:
+        return asyncio.run(module.judge("abc", task(), url=url, model="m", **arguments))
+
+    with server(*[rates] * 4) as s:
+        assert judged(s.url, api_key="k-1234567890") == judged(s.url) == {"score": 1.0}
+        assert [sent for _, sent in heard] == ["Bearer k-1234567890", None]
+        monkeypatch.setenv("http_proxy", s.url.removesuffix("/v1"))
+        assert judged("http://judge.invalid/v1") == {"score": 1.0}
+        assert heard[-1][0] == "judge.invalid"
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert judged(s.url) == {"score": 1.0}
+        assert heard[-1][0].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("url", ["http://[/v1", "http://me:pw@127.0.0.1:1/v1"])
+def test_an_address_that_cannot_be_asked_is_named(url: str) -> None:
+    with pytest.raises(ConnectionError, match="cannot reach the judge at http"):
+        asyncio.run(module.judge("abc", task(), url=url, model="m", api_key="k-1234567890"))
+
+
 async def hangs(request: web.Request) -> web.Response:
     """No answer as long as somebody waits for it."""
     while request.transport is not None:

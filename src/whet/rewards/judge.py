@@ -257,10 +257,7 @@ async def _asked(
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     limit = aiohttp.ClientTimeout(total=timeout_s)  # its own ends a request after 300 s
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            aiohttp.ClientSession(timeout=limit, trust_env=True) as session,
-        ):
+        async with asyncio.timeout(timeout_s), aiohttp.ClientSession(timeout=limit) as session:
             said = await post(
                 session, where, asked, what="the judge", headers=headers, again=BUSY, within_s=timeout_s
             )

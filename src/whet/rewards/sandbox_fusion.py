@@ -69,7 +69,7 @@ async def sandbox_fusion(
     body |= {} if memory_limit_mb is None else {"memory_limit_MB": memory_limit_mb}
     room = asyncio.Semaphore(max(1, max_concurrent // processes))
     limit = aiohttp.ClientTimeout(total=2 * timeout_s + MARGIN_S)
-    async with aiohttp.ClientSession(timeout=limit, trust_env=True) as session:
+    async with aiohttp.ClientSession(timeout=limit) as session:
 
         async def run(check: ProgramRun) -> str:
             asked = {**body, "code": check.program, "stdin": check.stdin}

@@ -7,6 +7,8 @@ import json
 import math
 import time
 from collections.abc import Collection, Mapping
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -39,7 +41,10 @@ async def post(
     end = time.monotonic() + within_s
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            async with session.post(url, json=body, headers=headers, allow_redirects=False) as said:
+            request = session.post(
+                url, json=body, headers=headers, allow_redirects=False, proxy=_proxy_of(url)
+            )
+            async with request as said:
                 if said.status in again and attempt < ATTEMPTS and time.monotonic() + attempt < end:
                     await asyncio.sleep(attempt)
                     continue
@@ -53,13 +58,20 @@ async def post(
             raise ConnectionError(
                 f"{what} at {url} has not answered within {session.timeout.total:g} s"
             ) from None
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ValueError) as error:  # ValueError: of the address
             raise ConnectionError(f"cannot reach {what} at {url}: {type(error).__name__}: {error}") from None
         try:
             return None if text is None else json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConnectionError(f"{what} at {url} did not answer with JSON: {error}") from None
     raise AssertionError("the last attempt returns or raises")
+
+
+def _proxy_of(url: str) -> str | None:
+    """What HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. aiohttp's own `trust_env` reads ~/.netrc, too: a password that was
+    not meant for the service would be sent, and a request that has a token could not be."""
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
 
 
 async def _bounded(said: aiohttp.ClientResponse) -> bytes | None:
