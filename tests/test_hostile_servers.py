@@ -144,6 +144,24 @@ def test_a_server_with_too_many_requests_is_asked_again(
     assert not answers
 
 
+def test_a_server_with_too_many_requests_is_not_flooded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that no pause is needed, and is given one all the same."""
+    paused: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        paused.append(seconds)
+
+    monkeypatch.setattr(module.asyncio, "sleep", pause)
+    answers = [saying(b"", status=429, **{"Retry-After": s}) for s in ("0", "7")] + [saying(b"[]")]
+
+    async def so(http: web.Request) -> web.Response:
+        made: web.Response = await answers.pop(0)(http)
+        return made
+
+    assert asked(so) == []
+    assert paused[:2] == [module.BUSY_S, 7.0]
+
+
 def test_a_server_that_has_too_many_requests_for_too_long_is_told_so() -> None:
     with pytest.raises(
         Unreachable, match=r"not answered, only that it has too many requests \(status 429\), within"

@@ -23,7 +23,8 @@ PAUSES_S = (0.1, 0.5)
 TOO_MANY = 429
 """The status of a server that has done nothing of what it was asked, and is to be asked again later."""
 BUSY_S, MOST_BUSY_S = 0.5, 16.0
-"""The first pause and the longest, where it does not say how long (`Retry-After`, in seconds)."""
+"""The first pause and the longest, where it does not say how long (`Retry-After`, in seconds); none is
+shorter than the first: a server that says 0 would be asked thousands of times a second."""
 DEAD = "EngineCore encountered an issue"
 """What vLLM answers when the process that computes has died."""
 KEPT_S = 2.0
@@ -183,7 +184,7 @@ class Calls:
                             raise await self._refused(call, said)
                         wanted = said.headers.get("Retry-After", "")
                     busy = f", only that it has too many requests (status {TOO_MANY}),"
-                    await asyncio.sleep(float(wanted) if wanted.isdecimal() else pause_s)
+                    await asyncio.sleep(max(BUSY_S, float(wanted)) if wanted.isdecimal() else pause_s)
                     pause_s = min(2 * pause_s, MOST_BUSY_S)
         except TimeoutError as error:
             raise Unreachable(
