@@ -311,6 +311,20 @@ def test_an_address_that_cannot_be_asked_is_named(url: str) -> None:
         asyncio.run(module.judge("abc", task(), url=url, model="m", api_key="k-1234567890"))
 
 
+def test_an_answer_that_was_cut_is_not_read() -> None:
+    """The end of "Rating: 10" was lost, and the best reply had the worst score."""
+
+    def cut(said: str) -> Json:
+        return {"choices": [{"message": {"content": said}, "finish_reason": "length"}]}
+
+    with server(*[cut("Rating: 1")] * 2, cut("[0.2, 0.4], or rather")) as s:
+        (error,) = pay("judge", task(), "abc", url=s.url, model="m", max_tokens=7)
+        assert "the judge's answer was cut at its limit of tokens, max_tokens=7" in error
+        found = asyncio.run(module.judge("abc", task(), url=s.url, model="m", unread=0.25))
+        assert found == {"score": 0.25, "read": 0.0}
+        assert "was cut" in pay("ruler", task(), "a", "b", url=s.url, model="m")[0]
+
+
 async def hangs(request: web.Request) -> web.Response:
     """No answer as long as somebody waits for it."""
     while request.transport is not None:
@@ -421,9 +435,10 @@ def test_a_model_of_the_run_answers_as_transformers_does(
     said: list[str] = []
     read = Asking.scores
 
-    def noted(self: Asking, answer: str, count: int, *, together: bool) -> list[dict[str, float]]:
+    def noted(self: Asking, answer: str, count: int, *, together: bool, cut: bool) -> list[dict[str, float]]:
         said.append(answer)
-        return read(self, answer, count, together=together)
+        assert cut, "this model ends no answer"
+        return read(self, answer, count, together=together, cut=cut)
 
     monkeypatch.setattr(Asking, "scores", noted)
     groups = [group(task("4"), "a", "b + c"), group(Task(uid=5, source="t", prompt="Why?"), "no", "yes")]

@@ -125,7 +125,8 @@ class JudgeModel:
         done = await engine.generate(Request(id=name, session=name, prompt=tuple(prompt), sampling=sampling))
         pulse.beat("scoring")
         said = decoded(tokenizer, done.token_ids, skip_special_tokens=True)
-        return self.asking.scores(said, len(question.places), together=self.together)
+        cut = done.finish_reason == "length"
+        return self.asking.scores(said, len(question.places), together=self.together, cut=cut)
 
 
 def judges_of(cfg: schema.Config) -> OpenJudge:

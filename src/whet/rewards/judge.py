@@ -94,14 +94,21 @@ class Asking:
         user = "\n\n".join(parts) if self.question is None else filled(self.question, values)
         return Message("system", filled(system, values)), Message("user", user)
 
-    def scores(self, said: str, count: int, *, together: bool) -> list[dict[str, float]]:
+    def scores(self, said: str, count: int, *, together: bool, cut: bool = False) -> list[dict[str, float]]:
         """What the judge's answer gives each reply, from 0 to 1: its last rating, or its last list, of which numbers
-        beyond the scale count as its ends. ValueError where nothing can be read, unless `unread` is given."""
-        found = self._compared(said, count) if together else self._rated(said)
+        beyond the scale count as its ends. cut: the answer ended at its limit of tokens, so that none is its last:
+        "Rating: 10" may be "Rating: 1", or what it weighs a verdict. ValueError where nothing can be read, unless
+        `unread` is given."""
+        found = None if cut else self._compared(said, count) if together else self._rated(said)
         told = self.unread is not None
         if found is not None:
             return [{"score": score, **({"read": 1.0} if told else {})} for score in found]
         if self.unread is None:
+            if cut:
+                raise ValueError(
+                    f"the judge's answer was cut at its limit of tokens, max_tokens={self.max_tokens} or the room of "
+                    f"its context; give it more, or ask for shorter answers: {words(said[-_MOST_TOLD:], _MOST_TOLD)!r}"
+                )
             wanted = (
                 f"a list of {count} numbers"
                 if together
@@ -190,8 +197,8 @@ async def judge(response: str, task: Task, *, url: str, model: str, **arguments:
     """
     how, server = _parted(False, arguments)
     question = how.messages(task, [response], together=False)
-    said = await _asked(question, how, url=url, model=model, **server)
-    return how.scores(said, 1, together=False)[0]
+    said, cut = await _asked(question, how, url=url, model=model, **server)
+    return how.scores(said, 1, together=False, cut=cut)[0]
 
 
 async def ruler(
@@ -202,8 +209,8 @@ async def ruler(
     how, server = _parted(True, arguments)
     replies = [reply_in(completion) for completion in completions]
     question = how.messages(task, replies, together=True)
-    said = await _asked(question, how, url=url, model=model, **server)
-    return how.scores(said, len(replies), together=True)
+    said, cut = await _asked(question, how, url=url, model=model, **server)
+    return how.scores(said, len(replies), together=True, cut=cut)
 
 
 def reply_in(completion: Json) -> str:
@@ -249,8 +256,8 @@ async def _asked(
     api_key: str | None = None,
     timeout_s: PositiveFloat = _TIMEOUT_S,
     body: Mapping[str, Json] | None = None,
-) -> str:
-    """The judge's answer. ConnectionError where it gives none."""
+) -> tuple[str, bool]:
+    """The judge's answer, and whether it was cut. ConnectionError where it gives none."""
     where = f"{url.rstrip('/')}/chat/completions"
     asked = {"model": model, "max_tokens": how.max_tokens, "temperature": how.temperature, **(body or {})}
     asked |= {"messages": [m.to_json() for m in question]}
@@ -264,8 +271,9 @@ async def _asked(
     except TimeoutError:
         raise ConnectionError(f"the judge at {where} has not answered within {timeout_s:g} s") from None
     try:
-        return str(said["choices"][0]["message"]["content"] or "")  # type: ignore[index, call-overload]
-    except (TypeError, KeyError, IndexError):
+        choice: Any = said["choices"][0]  # type: ignore[index, call-overload]
+        return str(choice["message"]["content"] or ""), choice.get("finish_reason") == "length"
+    except (AttributeError, TypeError, KeyError, IndexError):
         raise ConnectionError(
             f"the judge at {where} answered without choices: {words(str(said), _MOST_TOLD)}"
         ) from None
