@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 import whet
-from asking import reply
+from asking import reply, request
+from fuzz.servers import KINDS, Told
 from servers import OpenAIServer, Server
 from serving import digits_model, openai_engine
 from test_rollout_contract import END, LIMIT, PROMPT, module, run
@@ -27,7 +29,7 @@ from whet.rollout.engine import WeightUpdate
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.requests import RequestError
-from whet.types import ConfigError, Sampling, ScoreRequest, WhetError
+from whet.types import Completion, ConfigError, Sampling, ScoreRequest, WhetError
 
 environment.prepare(threads=None, exact=True)
 
@@ -203,6 +205,30 @@ def test_log_probs_of_another_number_than_tokens_are_found(server: OpenAIServer)
         await engine.close()
 
     run(story())
+
+
+@pytest.mark.parametrize("kind", ["openai", "vllm"])
+def test_several_replies_where_one_was_asked_for_are_refused(kind: str) -> None:
+    """The tokens of both were joined to one reply, which had as many as its versions say."""
+
+    def event(index: int, tokens: list[int], reason: str | None = None) -> dict[str, Any]:
+        rows = [{"token_id": token, "logprob": -0.5} for token in tokens]
+        return {
+            "index": index,
+            "token_ids": tokens,
+            "logprobs": {"content": rows, "token_logprobs": [-0.5] * len(tokens)},
+            "finish_reason": reason,
+            "weight_versions": [{"version": "0", "start": 0, "end": 4}],
+        }
+
+    def told(*choices: dict[str, Any]) -> Completion:
+        engine = KINDS[kind][1](Told([[{"choices": [choice]} for choice in choices]]))
+        asked = request(PROMPT, Sampling(max_tokens=4))
+        return asyncio.run(engine.generate(asked, lambda tokens: None))
+
+    assert told(event(0, [5, 6]), event(0, [7, 8], "length")).token_ids == [5, 6, 7, 8]
+    with pytest.raises(WhetError, match="several replies, expected one"):
+        told(event(0, [5]), event(1, [6]), event(0, [7, 8], "length"))
 
 
 def test_an_end_token_in_the_last_place_ends_a_reply(server: OpenAIServer) -> None:

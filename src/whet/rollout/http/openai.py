@@ -28,7 +28,7 @@ from whet.rollout.engine import Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import MOST_TOLD, UNREADABLE, Call, Calls, Unreachable, reading
 from whet.rollout.http.canary import Canary
 from whet.rollout.http.published import Written
-from whet.rollout.http.served import Taking, finite, likeliest
+from whet.rollout.http.served import Taking, choices_of, finite, likeliest
 from whet.rollout.requests import RequestError, ends_of
 from whet.rollout.weights import copy_weights
 from whet.types import (
@@ -159,7 +159,7 @@ class OpenAIApi:
         async with aclosing(self.calls.events(COMPLETE, self._body(request, ends))) as events:
             async for event in events:
                 with reading(self.calls.url, COMPLETE):
-                    choices = [*event["choices"]]
+                    choices = choices_of(event)
                     new = [token for choice in choices for token in choice.get("token_ids") or []]
                     told += [value for choice in choices for value in _logprobs(choice)]
                     reason = next((c["finish_reason"] for c in choices if c["finish_reason"]), reason)

@@ -286,6 +286,15 @@ def finite(value: Any, name: str) -> float:
     return float(value)
 
 
+def choices_of(event: Mapping[str, Any]) -> list[Any]:
+    """What an event has of the one reply that was asked for; nothing where it tells counts alone. ValueError for
+    another reply (n > 1), whose tokens would count as those of this one."""
+    found = [*event["choices"]]
+    if any(choice.get("index", 0) != 0 for choice in found):
+        raise ValueError("several replies, expected one (n=1)")
+    return found
+
+
 def likeliest(row: Mapping[str, Mapping[str, Any]], count: int) -> list[tuple[int, float]]:
     """The likeliest tokens of a position of a prompt, likeliest first, as vLLM tells them by their ids; the given token
     is among them, too."""

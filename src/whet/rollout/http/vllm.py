@@ -22,7 +22,7 @@ from whet.rollout.engine import PARTS, Capabilities, OnTokens, Part, WeightUpdat
 from whet.rollout.http.calls import Call, Calls, reading
 from whet.rollout.http.published import Folder
 from whet.rollout.http.routed import of_file
-from whet.rollout.http.served import Taking, finite, likeliest, through_folder
+from whet.rollout.http.served import Taking, choices_of, finite, likeliest, through_folder
 from whet.rollout.http.supported import Detected, detect
 from whet.rollout.requests import ends_of
 from whet.types import (
@@ -241,7 +241,7 @@ class VllmApi:
         last: dict[str, Any] = {}
         async for event in self.calls.events(GENERATE, body | {"stream": True}):
             with reading(self.calls.url, GENERATE):
-                parts = [*event["choices"]]
+                parts = choices_of(event)
                 new = [token for part in parts for token in part["token_ids"]]
                 logprobs += [row for part in parts for row in (part["logprobs"] or {}).get("content", ())]
                 last = parts[-1] if parts else last
