@@ -89,7 +89,10 @@ for line in sys.stdin:
         answer(number, result={"tools": listed[page : page + 3], **more})
     elif method == "tools/call":
         name, given = asked["params"]["name"], asked["params"].get("arguments") or {}
-        if name == "echo":
+        if "raw" in modes:
+            sys.stdout.buffer.write(given["text"].replace("ID", str(number)).encode("latin-1") + b"\\n")
+            sys.stdout.buffer.flush()
+        elif name == "echo":
             if "browser" in modes:
                 browser = subprocess.Popen(["sleep", "600"], start_new_session=True)
                 open(note + ".browser", "w").write(str(browser.pid))
@@ -246,6 +249,18 @@ def test_what_a_tool_answers_is_told(by_hand: Callable[..., McpServer]) -> None:
     assert story(by_hand(), play) == [
         "Error: no such\ndocument", "Error: unknown document", "[image: not shown]\na cat",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [("cut \\ud83d here", "cut ? here"), ("caf\xe9", "caf\ufffd"), ("\\ud83d\\ude00", "\U0001f600")],
+)
+def test_half_a_letter_loses_no_answer(by_hand: Callable[..., McpServer], written: str, told: str) -> None:
+    """As of a text that was cut in the middle of an emoji: the call had no answer, and was late."""
+    line = (
+        '{"jsonrpc": "2.0", "id": ID, "result": {"content": [{"type": "text", "text": "' + written + '"}]}}'
+    )
+    assert story(by_hand("raw"), lambda env: call(env, "echo", text=line), tool_timeout_s=20) == told
 
 
 @pytest.mark.parametrize(

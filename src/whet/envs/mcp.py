@@ -9,6 +9,7 @@ process group of its host, so that it ends with it, and what it says is bounded.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from contextlib import AsyncExitStack, suppress
 from functools import cache, partial
@@ -159,6 +160,18 @@ def _is_answer(error: Exception) -> bool:
 def _text(part: Any) -> str:
     """A part of a result; of one that is no text, its kind."""
     return part.text if part.type == "text" else f"[{part.type}: not shown]"
+
+
+def _message(line: bytes) -> Any:
+    """A line of a server. Half a letter, as of a text that was cut (half a surrogate pair, or bytes that are no UTF-8),
+    is a mark in its place; the package refuses the message, and its call would have no answer. ValueError or
+    RecursionError for what is no message."""
+    from mcp_types import jsonrpc_message_adapter
+
+    with suppress(ValueError):
+        return jsonrpc_message_adapter.validate_json(line, by_name=False)
+    found = json.dumps(json.loads(line.decode("utf-8", "replace")), ensure_ascii=False)
+    return jsonrpc_message_adapter.validate_json(found.encode("utf-8", "replace"), by_name=False)
 
 
 class Session:
@@ -327,14 +340,13 @@ class Stdio:
         """Messages of the server, up to its end."""
         import anyio
         from mcp.shared.message import SessionMessage
-        from mcp_types import jsonrpc_message_adapter
 
         assert self.process is not None
         assert self.process.stdout is not None
         try:
             while line := await self.process.stdout.readline():
                 try:
-                    message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+                    message = SessionMessage(_message(line))
                 except (ValueError, RecursionError):
                     continue  # what a library prints there, for one
                 await heard.send(message)
