@@ -6,8 +6,11 @@ import asyncio
 import gc
 import gzip
 import json
+import os
+import resource
 from collections.abc import Coroutine
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -208,6 +211,41 @@ def test_a_server_that_tells_its_token_back_is_struck_out(monkeypatch: pytest.Mo
     with pytest.raises(WhetError, match="redacted") as caught:
         asked(saying(b'{"error": "no entry for tok-9f31c2aa77"}', status=401))
     assert "tok-9f31c2aa77" not in str(caught.value)
+
+
+def test_more_requests_at_once_than_a_process_may_open_files_at_first() -> None:
+    """As a step with more rollouts than the usual limit of 1024; the server was said not to answer, and dropped."""
+    many = 100
+    came = 0
+
+    async def handler(_: web.Request) -> web.Response:
+        nonlocal came
+        came += 1
+        while came < many:
+            await asyncio.sleep(0.01)
+        return web.json_response(1)
+
+    async def story() -> list[Any]:
+        app = web.Application()
+        app.router.add_post("/it", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=many).start()
+        client = Calls(f"http://127.0.0.1:{runner.addresses[0][1]}", limits=LIMITS)
+        try:
+            return await asyncio.gather(*(client.ask(CALL) for _ in range(many)))
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = set(map(int, os.listdir("/proc/self/fd")))
+    free = islice((n for n in count() if n not in there), 40)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free), limits[1]))
+    try:
+        assert asyncio.run(story()) == [1] * many
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ LAST_S = 0.5
 """So long a server that is no longer asked anything may take to hear what it is told last."""
 TOLD_S = 5.0
 """A server that does not answer in time what it is only told (`Calls.tell`) keeps nobody waiting."""
+MOST_FILES = 65536
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ class Calls:
             self._drop()
             if self._over:  # nobody would close another one
                 raise Unreachable(f"{self.url} is not asked any more: its engine was closed")
+            allow_files()
             no_limit = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # each call has its own
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             self._session = aiohttp.ClientSession(
@@ -245,6 +248,15 @@ class Calls:
                 await self._session.close()
         self._drop()
         self._over = self.ending
+
+
+def allow_files() -> None:
+    """As many open files as this user may have, up to MOST_FILES. Each request has a connection, a step may ask for
+    thousands of replies at once, and most systems begin with a limit of 1024."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _message(said: Any) -> str:
