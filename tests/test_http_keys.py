@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from native_cases import SERVER
 from servers import OpenAIServer, SglangServer, VllmServer
 from test_rollout_contract import END, LIMIT, module
-from whet.config.schema import LoraConfig, ServerConfig
+from whet.config.checks_run import problems
+from whet.config.schema import Config, LoraConfig, ServerConfig
 from whet.models import kernels
 from whet.models.lora import adapted, attach, refresh
 from whet.rollout.engine import EngineInputs
@@ -59,6 +60,47 @@ def server() -> Iterator[VllmServer]:
 
 def test_every_key_has_a_test() -> None:
     assert set(SERVER) == {f"rollout.server.{name}" for name in ServerConfig.model_fields}
+
+
+@pytest.mark.parametrize("key", ["urls", "proxy"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "host:8000",
+        "ftp://host",
+        "http://:8000",
+        "http://[::1",
+        "http://host:99999",
+        f"http://{'a' * 70}.b",
+    ],
+)
+def test_an_address_that_cannot_be_asked_is_refused_at_once(key: str, url: str) -> None:
+    """It was asked for a minute, or ended the run with a traceback."""
+    assert f"rollout.server.{key}: {url!r}" in "\n".join(wrong(key, url))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host:8000", "https://[::1]:8000/path/", "http://127.0.0.1", "HTTP://a.b:1"]
+)
+def test_an_address_that_can_be_asked_is_not(url: str) -> None:
+    assert wrong("urls", url) == wrong("proxy", url) == []
+
+
+def test_an_address_with_a_password_has_no_token_beside_it() -> None:
+    """A request with both ended the run with a traceback."""
+    with_password = "http://me:hidden-pw@host:8000"
+    assert wrong("urls", with_password) == []
+    (said,) = wrong("urls", with_password, token="tok-1234567890")
+    assert "a user name, and there is a token, too" in said
+    assert "hidden-pw" not in said
+
+
+def wrong(key: str, url: str, **more: str) -> list[str]:
+    """What a config with this address is refused for, of its addresses."""
+    given = {"urls": [url], **more} if key == "urls" else {"urls": ["http://a:1"], key: url}
+    cfg = Config.model_validate_json(json.dumps({"rollout": {"engine": "vllm", "server": given}}))
+    return [f"{at}: {said}" for at, said in problems(cfg) if at.startswith("rollout.server")]
 
 
 def test_urls_are_replicas(server: VllmServer, tmp_path: Path) -> None:

@@ -381,6 +381,10 @@ def test_what_is_wrong_is_said_before_the_run() -> None:
     assert "needs a value for url, model" in refused("judge")
     assert "did you mean 'rubric'" in refused("ruler", url="http://x", model="m", rubrik="?")
     assert "may take 61 s" in refused("judge", timeout_s=10.0, url="http://x", model="m")
+    assert "'x:80': expected an address such as http://host:8000" in refused("judge", url="x:80", model="m")
+    both = refused("ruler", url="http://me:hidden-pw@x", model="m", api_key="k-1234567890")
+    assert "a user name, and there is a token" in both
+    assert "hidden-pw" not in both
 
 
 # ---------------------------------------------------------------- a model of the run

@@ -14,7 +14,7 @@ from whet.config.schema import Config
 from whet.config.secrets import MASK, is_secret, left_out, masked_url
 from whet.config.trackers import TRACKERS, TrackerRow, lists_runs, shows_rollouts
 from whet.config.tree import leaves
-from whet.config.urls import is_remote, url_problems
+from whet.config.urls import address_problems, is_remote, url_problems
 from whet.tables import near, unknown
 
 TIME = "{time}"
@@ -57,6 +57,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{cfg.train.engine_arguments!r}: expected a table with the settings of {cfg.train.engine}; a file is for "
             "train.engine=deepspeed",
         )
+    yield from _servers(cfg)
     yield from _trackers(cfg)
     yield from _apart(cfg)
     for name, value in cfg.reward_workers.env.items():
@@ -93,6 +94,15 @@ def _checkpoint(cfg: Config) -> Iterator[tuple[str, str]]:
             yield from ((f"checkpoint.{key}", said) for said in url_problems(url))
     if is_remote(c.resume):
         yield from (("checkpoint.resume", said) for said in url_problems(c.resume))
+
+
+def _servers(cfg: Config) -> Iterator[tuple[str, str]]:
+    server = cfg.rollout.server
+    given = {"urls": server.urls, "proxy": () if server.proxy is None else (server.proxy,)}
+    for key, urls in given.items():
+        for url in urls:
+            said = address_problems(url, token=server.token is not None)
+            yield from ((f"rollout.server.{key}", each) for each in said)
 
 
 def _remote_paths(cfg: Config) -> Iterator[tuple[str, str]]:

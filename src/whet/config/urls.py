@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 PACKAGES: dict[str, tuple[str, str]] = {
     "s3": ("s3fs", "pip install 'whet[s3]'"),
@@ -38,6 +39,20 @@ def hub_hint(path: str) -> str:
         f". {path!r} looks like an id on the Hugging Face hub: download it with `hf download {path} --local-dir "
         f"models/{name}` and give models/{name}"
     )
+
+
+def address_problems(url: str, *, token: bool) -> Iterator[str]:
+    """What cannot work of the address of a server. token: it is asked with one."""
+    try:
+        parts = urlsplit(url)
+        host, _ = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError as error:
+        yield f"{url!r} is no address: {error}"
+        return
+    if parts.scheme not in ("http", "https") or not host:
+        yield f"{url!r}: expected an address such as http://host:8000"
+    elif token and parts.username is not None:
+        yield "an address has a user name, and there is a token, too; a request is sent with one of them: leave one out"
 
 
 def url_problems(path: str) -> Iterator[str]:

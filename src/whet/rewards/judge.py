@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 from pydantic import PositiveFloat
 
+from whet.config.urls import address_problems
 from whet.guard.foreign import words
 from whet.rewards.service import BUSY, post
 from whet.tables import check_types, near
@@ -222,7 +223,9 @@ def reply_in(completion: Json) -> str:
 
 def check_judge(arguments: Mapping[str, Any], *, together: bool = False) -> None:
     """ConfigError for an argument that `judge` does not have, or that cannot work."""
-    _parted(together, {name: value for name, value in arguments.items() if name not in ("url", "model")})
+    _, server = _parted(together, {n: value for n, value in arguments.items() if n not in ("url", "model")})
+    for said in address_problems(str(arguments.get("url", "")), token=server.get("api_key") is not None):
+        raise ConfigError(f"url: {said}")
 
 
 def check_ruler(arguments: Mapping[str, Any]) -> None:
