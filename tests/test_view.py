@@ -1023,8 +1023,16 @@ def test_a_port_that_is_taken_is_named(made: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         server = ViewerServer(ShownRuns([made]))
-        with pytest.raises(ConfigError, match="cannot listen on 127"):
+        with pytest.raises(ConfigError, match=r"cannot listen on 127.*another --port"):
             asyncio.run(server.start(taken.getsockname()[1]))
+
+
+@pytest.mark.parametrize("host", ["a..b", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_named(made: Path, host: str) -> None:
+    """A name that none can be ended with a traceback; for one of another machine another port was advised."""
+    server = ViewerServer(ShownRuns([made]), host=host, token="abcdefgh")
+    with pytest.raises(ConfigError, match=f"cannot listen on {host} .*another --host"):
+        asyncio.run(server.start())
 
 
 def state(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import hashlib
 import hmac
@@ -131,10 +132,12 @@ class Site:
         await self._runner.setup()
         try:
             self._listening = await asyncio.get_running_loop().create_server(self._accepted, host, port)
-        except OSError as e:
+        except (OSError, UnicodeError) as e:  # UnicodeError: of a name that none can be
             await self.stop()
+            why = e.strerror if isinstance(e, OSError) else e
+            taken = isinstance(e, OSError) and e.errno in (errno.EADDRINUSE, errno.EACCES)
             raise ConfigError(
-                f"cannot listen on {host} port {port}: {e.strerror}; give another --port"
+                f"cannot listen on {host} port {port}: {why}; give another {'--port' if taken else '--host'}"
             ) from e
         self.port = self._listening.sockets[0].getsockname()[1]
 
