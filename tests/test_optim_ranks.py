@@ -22,6 +22,7 @@ from whet.config.sections.precision import PrecisionConfig
 from whet.models import kernels
 from whet.models.lora import learned
 from whet.models.mesh import Dims
+from whet.models.precision import LossScale
 from whet.training.ranks import Ranks
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, Group
@@ -147,6 +148,24 @@ def test_float16_on_ranks_scales_skips_and_learns_as_one_process(ranks: Ranks, t
         for name, engine in (("one", one), ("many", many))
     ]
     assert off(moves[1], moves[0]) < 0.1
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_one_float16_stage_of_a_pipeline_gives_the_loss_of_all_its_scale(
+    ranks: Ranks, tmp_path: Path, half: int
+) -> None:
+    """What learns on the other stage is float32, or nothing: the last stage scales, each divides."""
+    model = tiny_model().half()
+    for name, p in model.named_parameters():
+        p.requires_grad_(f"layers.{half}." in name)
+    cut = replace(CUT, precision=PrecisionConfig(loss_scale=1024.0))
+    one, many = pair(ranks, Layout(Dims(pp=2)), Way(cut), model=model, optimizer=INT8, total_steps=2)
+    told = [engine.update(weighted(), pg_loss) for engine in (one, many)]
+    assert told[1]["loss_scale"] == told[0]["loss_scale"] == 1024.0
+    assert told[1]["grad_norm"] == pytest.approx(told[0]["grad_norm"], rel=1e-3)
+    many.save(tmp_path)  # rank 0 writes the counts
+    one.load(tmp_path)
+    assert one.optimizer.loss_scale == LossScale(1024.0, held=1)  # type: ignore[union-attr]
 
 
 def test_weights_that_rest_on_the_host_learn_the_same(ranks: Ranks) -> None:

@@ -55,13 +55,13 @@ class Optimizer:
         precision: PrecisionConfig | None = None,
         offload: bool = False,
         across: Alone | DataParallel | None = None,
-        others: Collection[str] = (),
+        others: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """total_steps: optimizer steps of the stage; updates_per_step: those of one training step. hidden: matrices
         between embedding and output, which muon takes. offload: moments and masters lie in the host's memory but for
-        the step. across: the ranks that gradients are added up over. others: parameters that learn on other
-        ranks alone. Errors: ConfigError for a group without parameters."""
-        self.across = across or Alone()
+        the step. across: the ranks that gradients are added up over. others: dtypes of parameters that learn on
+        other ranks alone, by name. Errors: ConfigError for a group without parameters."""
+        self.across, others = across or Alone(), others or {}
         precision = precision or PrecisionConfig()
         self.cfg, self.total_steps, self.updates_per_step = cfg, total_steps, updates_per_step
         self.offload, self.sums_wide = offload, precision.reduce is not None
@@ -77,7 +77,9 @@ class Optimizer:
         }
         self.wide: dict[str, Tensor] = {}
         """Float32 gradients of parameters with a master, until the step."""
-        self.loss_scale = loss_scale(precision, {p.dtype for p in self.parameters.values()})
+        self.loss_scale = loss_scale(
+            precision, {*others.values(), *(p.dtype for p in self.parameters.values())}
+        )
         inside = {n: p for n, p in self.masters.items() if cfg.name == "muon" and n in hidden}
         rest = {n: p for n, p in self.masters.items() if n not in inside}
         wholes = Wholes(self.across, {p: name for name, p in self.masters.items()})

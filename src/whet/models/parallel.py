@@ -128,9 +128,9 @@ class Parallel:
         return self.stage is not None and (name in self.stage.owners or name.startswith("value_head."))
 
     @property
-    def learning(self) -> frozenset[str]:
-        """What learns of the model on any stage; empty where there is one."""
-        return frozenset() if self.stage is None else self.stage.learning
+    def learning(self) -> dict[str, torch.dtype]:
+        """What learns of the model on any stage, with its dtype; empty where there is one."""
+        return {} if self.stage is None else self.stage.learning
 
     @property
     def ends(self) -> bool:

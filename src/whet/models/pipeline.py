@@ -58,8 +58,8 @@ class PipelineStage:
     norm: nn.Module
     owners: Mapping[str, int]
     """The rank whose copy of a parameter counts, for all parameters of the whole model, in its order."""
-    learning: frozenset[str]
-    """Those of all ranks that require gradients."""
+    learning: dict[str, torch.dtype]
+    """Those of all ranks that require gradients, with their dtypes."""
     family: Family
     width: int
     """Size of the hidden states."""
@@ -234,7 +234,7 @@ def apply(model: PreTrainedModel, mesh: DeviceMesh, *, chunks: int = 1) -> Pipel
         name: _owner(name, embedding=embedding, model=model, part_of=part_of) % peers.size
         for name, _ in model.named_parameters()
     }
-    learning = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
+    learning = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
     dtype: torch.dtype = next(embedding.parameters()).dtype
     first, last = peers.rank == 0, peers.rank == peers.size - 1
     own = {part: spans[part] for part in range(parts) if part % peers.size == peers.rank}

@@ -210,7 +210,7 @@ class ZeroOptimizer:
         precision: PrecisionConfig | None = None,
         offload: bool = False,
         across: Zero,
-        others: Collection[str] = (),
+        others: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """See `Optimizer`."""
         self.across, self.loss_scale = across, None

@@ -96,6 +96,7 @@ class TorchEngine:
             MtpTerm(model, ops, cut, self.decoder.head, self.across.add) if optimizer and cut.mtp else None
         )
         inside = set(inner_matrices(model))
+        head = value_head.named_parameters("value_head") if value_head else ()
         self.device = self.home = next(model.parameters()).device  # parameters may then rest on the host
         functional, wide = self.decoder.path == "functional", cut.precision.reduce is not None
         self.across.place(model, functional=functional, sums_wide=wide)
@@ -110,8 +111,7 @@ class TorchEngine:
                 precision=cut.precision,
                 offload="optimizer" in cut.offload,
                 across=self.across,
-                others=self.parallel.learning
-                | set(["value_head.weight", "value_head.bias"] if value_head else []),
+                others=self.parallel.learning | {n: p.dtype for n, p in head},
             )
         if self.mtp is not None and isinstance(self.optimizer, Optimizer):
             self.optimizer.apart = self.mtp.apart
