@@ -77,7 +77,7 @@ def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{p.ep} does not divide dp_shard={shards(p)}, whose ranks share the experts; set dp_shard to a multiple "
             "of ep",
         )
-    model = shape(cfg.model, cfg.tokenizer) if p.pp > 1 or p.ep > 1 or p.tp > 1 else None
+    model = shape(cfg.model, cfg.tokenizer) if max(p.pp, p.ep, p.tp, p.cp) > 1 else None
     parts = p.pp * p.pipeline_chunks
     if model is not None and p.pp > 1 and parts > model.layers:
         yield (
@@ -103,6 +103,13 @@ def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
                     f"{p.tp} does not divide the {size} {what} of the model, of which every rank needs the same "
                     "number; choose another tp, or cp, which repeats key/value heads where it has to",
                 )
+        if model.heads % p.tp == 0 and (heads := model.heads // p.tp) % p.cp:
+            of = "of the model" if p.tp == 1 else f"that tp={p.tp} leaves each rank"
+            yield (
+                f"{key}.cp",
+                f"{p.cp} does not divide the {heads} attention heads {of}, of which every rank needs the same number; "
+                "choose another cp or tp",
+            )
     if model is not None and p.ep > 1 and (not model.experts or model.experts % p.ep):
         yield (
             f"{key}.ep",
