@@ -491,6 +491,14 @@ def test_a_rank_by_hand():
     assert by_tp["policy"] == 4 * (4 * LAYER + ends - matrices // 2)
     stages = rank_held(*few, "train.parallel.pp=2", "train.micro_batch_rollouts=8")
     assert stages["policy"] == 4 * (2 * LAYER + ends)  # the last has the embedding, too: it is tied
+    uneven = (
+        few[0],
+        "model.scratch.num_hidden_layers=10",
+        "train.parallel.pp=4",
+        "train.parallel.pipeline_chunks=2",
+    )
+    dealt = rank_held(*uneven, "train.micro_batch_rollouts=8")  # 1 1 1 2, 1 1 1 2
+    assert dealt["policy"] == 4 * (4 * LAYER + ends)
 
 
 def test_the_tensors_of_a_rank_are_those_of_its_module():

@@ -114,7 +114,10 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.parallel.ep=2"], "2 does not divide dp_shard=1"),
         (["train.parallel.tp=4"], r"parallel.tp: 4 does not divide the 2 attention heads of the model"),
         (["train.parallel.cp=3"], r"parallel.cp: 3 does not divide the 2 attention heads of the model"),
-        (["train.parallel.tp=2", "train.parallel.cp=2"], "cp: 2 does not divide the 1 .* tp=2 leaves each rank"),
+        (
+            ["train.parallel.tp=2", "train.parallel.cp=2"],
+            "cp: 2 does not divide the 1 .* tp=2 leaves each rank",
+        ),
         (
             ["train.parallel.tp=2", "model.scratch.num_key_value_heads=1"],
             "2 does not divide the 1 key/value heads",

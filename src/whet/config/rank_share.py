@@ -8,6 +8,7 @@ dp_shard a shard of every tensor, of which one layer at a time is gathered.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -93,13 +94,15 @@ def part(
 
 
 def _stage(tensors: Tensors, shape: Shape, layout: ParallelConfig, at: int) -> Tensors:
-    """Tensors of the at-th rank of pp: equal numbers of layers; the first has the embedding, the last the output."""
-    low, high = at * shape.layers // layout.pp, (at + 1) * shape.layers // layout.pp
+    """Tensors of the at-th rank of pp: as `pipeline.apply` cuts the layers into parts, and deals these out in turn; the
+    first has the embedding, the last the output."""
+    parts = layout.pp * layout.pipeline_chunks
+    ends = [(part + 1) * shape.layers // parts for part in range(parts)]
     first, last = at == 0, at == layout.pp - 1
 
     def mine(name: str) -> bool:
         if found := _LAYER.search(name):
-            return low <= int(found[1]) < high
+            return bisect_right(ends, int(found[1])) % layout.pp == at
         if "embed_tokens" in name:
             return first or (last and shape.tied)
         return last
