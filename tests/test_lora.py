@@ -496,6 +496,8 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
     "lora",
     [
         LoraConfig(rank=4, rslora=True, rank_pattern={"q_proj": 2}),
+        # the first fits; in the order of the alphabet, in which peft writes, the other would
+        LoraConfig(rank=4, alpha_pattern={"q_proj": 3.0, r"layers\.0\.self_attn\.q_proj": 11.0}),
         LoraConfig(modules_to_save=("norm",)),
         LoraConfig(exclude_modules=("up_proj",)),
         FUSED,

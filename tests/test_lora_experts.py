@@ -277,6 +277,9 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
         EACH,
         LoraConfig(rank=2, targets=("q_proj", *APART), fused=True),
         LoraConfig(rank=2, rslora=True, targets=APART, alpha_pattern={"down_proj": 5.0}),
+        LoraConfig(
+            rank=3, targets=APART, rank_pattern={"gate_up_proj": 2}, alpha_pattern={"gate_up_proj": 5.0}
+        ),
         LoraConfig(rank=3, targets=("down_proj",), rank_pattern={"layers.1.mlp.experts.down_proj": 2}),
         LoraConfig(rank=2, targets=("gate_up_proj",), experts="shared", modules_to_save=("norm",)),
     ],

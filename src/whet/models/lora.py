@@ -319,6 +319,8 @@ def _fill(model: PreTrainedModel, folder: Path, cfg: LoraConfig, *, key: str) ->
     }
     may_lack = {"peft_type": "LORA", "use_rslora": False, "alpha_pattern": {}}
     theirs = {name: told.get(name, may_lack.get(name)) for name in ours}
+    if _resolved(theirs["alpha_pattern"], model, cfg.alpha) == ours["alpha_pattern"]:
+        theirs["alpha_pattern"] = ours["alpha_pattern"]
     theirs |= {name: told[name] for name in _OTHER_SUMS if told.get(name)}
     if odd := {name: value for name, value in theirs.items() if name not in ours or value != ours[name]}:
         raise ConfigError(
@@ -504,22 +506,32 @@ def _by_weight(model: PreTrainedModel) -> list[str]:
 
 
 def _patterns(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, dict[str, Any]]:
-    """Ranks and alphas of single layers as peft has to be told them: those of stacks that replace two layers, too."""
+    """Ranks and alphas of single layers as peft has to be told them, by whole names: peft writes patterns in the order
+    of the alphabet, and then takes the first that fits. Those of stacks that replace two layers are twice as large."""
     ranks: dict[str, Any] = {}
     alphas: dict[str, Any] = {}
-    for name in (n for n, layer in adapted(model).items() if isinstance(layer, LoraStack)):
-        if (times := ranks_of_stack(name, cfg)) > 1:
-            at = re.escape(name)
-            ranks[at] = stack_rank(name, cfg)
-            alphas[at] = times * (pattern_of(name, cfg.alpha_pattern) or cfg.alpha)
-    for name in _by_weight(model):
-        for own, given in ((ranks, cfg.rank_pattern), (alphas, cfg.alpha_pattern)):
-            if (value := pattern_of(name, given)) is not None:
-                own[re.escape(f"{name}.weight")] = value
-    return {
-        "rank_pattern": ranks | dict(cfg.rank_pattern),
-        "alpha_pattern": alphas | dict(cfg.alpha_pattern),
-    }
+    for name, at in _peft_names(model).items():
+        times = ranks_of_stack(name, cfg) if is_stack(name) else 1
+        rank = times * (pattern_of(name, cfg.rank_pattern) or cfg.rank)
+        alpha = times * (pattern_of(name, cfg.alpha_pattern) or cfg.alpha)
+        ranks |= {re.escape(at): rank} if rank != cfg.rank else {}
+        alphas |= {re.escape(at): alpha} if alpha != cfg.alpha else {}
+    return {"rank_pattern": ranks, "alpha_pattern": alphas}
+
+
+def _peft_names(model: PreTrainedModel) -> dict[str, str]:
+    """Of all that has adapters: the name that peft compares with patterns."""
+    by_weight = set(_by_weight(model))
+    return {n: f"{n}.weight" if n in by_weight else n for n in adapted(model)}
+
+
+def _resolved(patterns: Any, model: PreTrainedModel, usual: Any) -> Any:
+    """Patterns of a folder, by whole names as in `_patterns`; as they are where they are no patterns."""
+    try:
+        found = {at: pattern_of(at, patterns or {}) for at in _peft_names(model).values()}
+    except (AttributeError, TypeError, re.error):
+        return patterns
+    return {re.escape(at): value for at, value in found.items() if value not in (None, usual)}
 
 
 @dataclass(frozen=True)
