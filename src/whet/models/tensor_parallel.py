@@ -72,11 +72,11 @@ def apply(model: PreTrainedModel, peers: Peers) -> Parts:
 def _check(model: PreTrainedModel, peers: Peers) -> None:
     config = model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    sizes = {"attention heads": config.num_attention_heads, "key/value heads": kv_heads}
+    sizes = [("attention heads", config.num_attention_heads), ("key/value heads", kv_heads)]
     for name in ("intermediate_size", "moe_intermediate_size"):
-        if getattr(config, name, None) is not None:
-            sizes[name] = getattr(config, name)
-    for what, size in sizes.items():
+        size = getattr(config, name, None) or []  # hunyuan_v1_moe: a list, one of each layer
+        sizes += [(name, n) for n in (size if isinstance(size, list) else [size])]
+    for what, size in sizes:
         if size % peers.size:
             raise ConfigError(
                 f"train.parallel.tp={peers.size} does not divide the {size} {what}; every rank needs the same number: "
