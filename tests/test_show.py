@@ -92,6 +92,22 @@ def lines_of(view: RenderableType, *, width: int = 140) -> list[str]:
     return [" ".join(line.split()) for line in captured.get().splitlines()]
 
 
+def test_phases_beside_others_are_no_longer_time_of_the_stage(tmp_path: Path) -> None:
+    """Where the trainer trains meanwhile: a step of 4 s in which sampling was under way for 3 s."""
+    run = RunDirectory(tmp_path, ["rl"])
+    run.log("rl", 0, metrics=held_out(0.5), timings={"time/evaluate_s": 2.0})
+    seconds = {"time/generate_s": 3.0, "time/update_s": 3.0, "time/other_s": 1.0, "time/step_s": 4.0}
+    run.log("rl", 1, metrics={"rollout/tokens_sum": 60}, timings=seconds)
+    run.close()
+    (stage,) = [show.numbers_of(show.read(tmp_path), "rl")]
+    assert (stage.seconds, stage.tokens) == (6.0, 60)
+    lines = lines_of(show.summary(tmp_path))
+    assert "rl 1 0:06 60 10 - 0.500 → 0.500" in lines
+    assert lines[lines.index("phase rl") + 1 :][:4] == [
+        "generate 3.0 (50%)", "update 3.0 (50%)", "evaluate 2.0 (33%)", "other 1.0 (17%)"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["\x1b[31mred", "a\nb", "\u202eabc", "it's \\x \x1b", "x\udcffy"])
 def test_a_command_of_a_path_that_a_terminal_would_obey(name: str, tmp_path: Path) -> None:
     """It is written out, and is the same path for the shell that it is typed in."""

@@ -116,7 +116,7 @@ class StageNumbers:
     steps: int
     """The last one that is written down."""
     seconds: float | None
-    """Of all its phases, evaluation and saving too; None if none was written."""
+    """Of its steps and evaluations, without saving; None if none was written."""
     tokens: float
     """Sampled, or read."""
     rewards: list[float]
@@ -147,9 +147,14 @@ def learning_of(run: RunRecord, stage: str) -> tuple[str, list[Sign]]:
 
 
 def seconds_of(run: RunRecord, stage: str) -> float | None:
-    """Time of a stage: all its phases, evaluation and saving too; None if none was written."""
-    spent = [v for x in run.timings if x["stage"] == stage for k, v in x.items() if phase_of(k)]
+    """Time of a stage: its steps and evaluations, without saving; None if none was written. Not the sum of its phases:
+    where the trainer trains meanwhile, sampling and scoring lie beside the others."""
+    spent = [x[name] for x in run.timings if x["stage"] == stage for name in WHOLE if name in x]
     return sum(spent) if spent else None
+
+
+WHOLE = ("time/step_s", "time/evaluate_s")
+"""Numbers of timings.jsonl that are seconds of a whole line."""
 
 
 def phase_of(name: str) -> str:

@@ -36,6 +36,7 @@ from whet.track.overview import (
     read,
     reward_of,
     rollout_file,
+    seconds_of,
     state_of,
     tokenizer_of,
 )
@@ -70,7 +71,7 @@ def summary(run_dir: Path) -> RenderableType:
         ("is it learning?", _learning(run)),
         ("checkpoints to continue from", _checkpoints(run)),
         ("held-out", _evaluations(run)),
-        ("seconds by phase", _seconds(run, "phase", phase_of)),
+        ("seconds by phase", _seconds(run, "phase", phase_of, partial(seconds_of, run))),
         ("seconds by reward", _seconds(run, "reward", reward_of)),
         ("rollouts without a reward", _failures(run)),
         ("groups that were trained on before", _replayed(run)),
@@ -192,8 +193,11 @@ def _evaluations(run: RunRecord) -> Table | None:
     return table
 
 
-def _seconds(run: RunRecord, what: str, of: Callable[[str], str]) -> Table | None:
-    """of: what a number of timings.jsonl counts for; '' for nothing."""
+def _seconds(
+    run: RunRecord, what: str, of: Callable[[str], str], whole: Callable[[str], float | None] | None = None
+) -> Table | None:
+    """of: what a number of timings.jsonl counts for; '' for nothing. whole: the seconds of a stage of which the shares
+    are; the default is their sum."""
     spent: dict[str, Counter[str]] = {}
     for line in run.timings:
         for name, seconds in line.items():
@@ -201,11 +205,13 @@ def _seconds(run: RunRecord, what: str, of: Callable[[str], str]) -> Table | Non
                 spent.setdefault(of(name), Counter())[line["stage"]] += seconds
     if not spent:
         return None
-    totals = {stage: sum(by_stage[stage] for by_stage in spent.values()) for stage in run.stages}
+    whole = whole or (lambda stage: sum(by_stage[stage] for by_stage in spent.values()))
+    totals = {stage: whole(stage) for stage in run.stages}
     table = columns(what, *run.stages)
     for each, by_stage in sorted(spent.items(), key=lambda item: -item[1].total()):
         cells = [
-            f"{by_stage[s]:.1f} ({by_stage[s] / totals[s]:.0%})" if totals[s] else "-" for s in run.stages
+            f"{by_stage[s]:.1f} ({by_stage[s] / total:.0%})" if (total := totals[s]) else "-"
+            for s in run.stages
         ]
         table.add_row(Text(printable(each)), *cells)
     return table
