@@ -263,6 +263,17 @@ def test_what_winners_repeat_is_counted(tmp_path: Path) -> None:
     assert told["losers"][0] == ["I do not know", 0, 2]
 
 
+def test_no_rollout_of_a_uniform_group_wins_or_loses(tmp_path: Path) -> None:
+    """The mean of three times 0.1 is above 0.1."""
+    run = RunDirectory(tmp_path, ["s"])
+    run.log("s", 1, metrics={"reward/mean": 0.1}, timings={})
+    run.write_rollouts("s", 1, [reply(0, "as good as the others", reward=0.1, index=n) for n in range(3)])
+    run.close()
+    told = ask(tmp_path, "api/runs/0/rewards?stage=s")["ngrams"]
+    assert (told["winners"], told["losers"]) == ([], [])
+    assert told["of"].startswith("rollouts above (0) and below (0)")
+
+
 def batch(uid: int, index: int, *, trainer: list[float | None], engine: list[float]) -> dict[str, Any]:
     """A row of a file of batches: a token of the prompt, then sampled ones."""
     n = len(engine)

@@ -203,12 +203,13 @@ def _sides(path: Path) -> tuple[list[str], list[str]]:
     for uid, reward in zip(uids, rewards):
         if np.isfinite(reward):
             sums.setdefault(uid, []).append(reward)
+    # of equal rewards the mean may round to another number
+    means = {uid: np.clip(np.mean(group), min(group), max(group)) for uid, group in sums.items()}
     above, below = [], []
     for uid, reward, text in zip(uids, rewards, texts):
-        mean = float(np.mean(sums[uid])) if np.isfinite(reward) else reward
-        if reward > mean:
+        if reward > means.get(uid, np.nan):
             above.append(text or "")
-        elif reward < mean:
+        elif reward < means.get(uid, np.nan):
             below.append(text or "")
     return above, below
 
