@@ -442,6 +442,20 @@ def test_nan_is_equal_to_itself_in_a_comparison() -> None:
     assert compare.first_difference(lines, [{"stage": "s", "step": 1, "a": 1.0}])["name"] == "a"
 
 
+def test_the_page_of_a_group_says_where_dropped_rollouts_are(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, ["s"])
+    run.log("s", 1, metrics={"ledger/rejected/uniform_rollouts": 2}, timings={})
+    run.write_rollouts(
+        "s", 1, [reply(0, "x", reward=0.0, index=n) for n in range(2)], advantages=[None, None]
+    )
+    run.close()
+    told = ask(tmp_path, "api/runs/0/groups/s/1/0")
+    assert told["note"].endswith(
+        "uniform 2; those that were finished are in the record, without an advantage."
+    )
+    assert [row["advantage"] for row in told["rows"]] == [None, None]
+
+
 def test_search_finds_texts_whatever_their_case(made: Path) -> None:
     assert ask(made, "api/runs/0/search?q=CBA")["hits"] == [["grpo", 1, 0], ["grpo", 2, 0]]
     assert ask(made, "api/runs/0/search?q=abc%3E&stage=grpo&step=2")["hits"] == [

@@ -212,7 +212,8 @@ def _note(run: Shown, stage: str, step: int, rows: Sequence[dict[str, Json]]) ->
     if dropped:
         reasons = ", ".join(f"{reason} {n:.0f}" for reason, n in sorted(dropped.items()))
         said.append(
-            f"dropped in this step, of all tasks: {reasons}; dropped rollouts are counted and not recorded"
+            f"dropped in this step, of all tasks: {reasons}; those that were finished are in the record, without an "
+            "advantage"
         )
     return ". ".join(said) + "."
 
