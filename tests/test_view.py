@@ -22,6 +22,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import numpy as np
@@ -44,7 +45,7 @@ from whet.track.record import RunDirectory
 from whet.track.time_report import measure
 from whet.track.timeline import STEPS, Span, Timeline, read
 from whet.track.written import ROLLOUTS, read_rollouts
-from whet.types import ConfigError, DataError, Json, WhetError
+from whet.types import ConfigError, DataError, Json, Message, ToolCall, WhetError
 from whet.view import answers, batches, compare, export, records, rewards, rollouts, source
 from whet.view import server as viewer_server
 from whet.view.server import Answers, ViewerServer
@@ -464,6 +465,39 @@ def test_search_finds_texts_whatever_their_case(made: Path) -> None:
     ]
     assert ask(made, "api/runs/0/search?q=%1b%5B2j")["hits"] == [["grpo", 1, 1], ["grpo", 2, 1]]
     assert ask(made, "api/runs/0/search?q=.*") == {"hits": [], "complete": True, "problems": []}
+
+
+def test_search_finds_what_messages_say_and_no_name_of_their_fields(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, ["s"])
+    run.log("s", 1, metrics={"reward/mean": 0.5}, timings={})
+    call = ToolCall("look_up", {"\u00fcber": ['say "hi"', 42]}, id="c1")
+    said = (
+        Message("assistant", "Wait.", reasoning="hmm", tool_calls=(call,)),
+        Message("tool", "nothing", tool_call_id="c1", name="look_up"),
+    )
+    run.write_rollouts("s", 1, [replace(reply(0, "xyz", reward=0.0), messages=said)])
+    run.close()
+
+    def found(text: str) -> bool:
+        told = ask(tmp_path, f"api/runs/0/search?q={quote(text)}")
+        assert told["problems"] == []
+        return told["hits"] == [["s", 1, 0]]
+
+    for text in ("WAIT", "hmm", "look_up", "\u00dcBER", 'say "hi"', "42", "nothing", "c1"):
+        assert found(text), text
+    for text in ("assistant", "role", "content", "tool_calls", "arguments", "{"):
+        assert not found(text), text
+
+
+def test_search_in_damaged_messages_is_a_problem(made: Path) -> None:
+    (file,) = (made / "rollouts").glob("*-000001.parquet")
+    table = pq.read_table(file)
+    for text in ("damaged", '["damaged"]', '[{"role": "user", "content": ["damaged"]}]'):
+        column = pa.array([text] * table.num_rows)
+        pq.write_table(table.set_column(table.schema.get_field_index("messages"), "messages", column), file)
+        told = ask(made, "api/runs/0/search?q=damaged")
+        assert told["hits"] == []
+        assert "messages is not a list of messages" in told["problems"][0]
 
 
 def test_a_timeline_of_many_spans_is_merged() -> None:

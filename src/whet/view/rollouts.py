@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
+from whet.config.tree import leaves
 from whet.data.timed import decoded
 from whet.track import turn_seconds
 from whet.track.overview import setting
 from whet.track.record import SECONDS
 from whet.track.written import read_table, rows_of
-from whet.types import DataError, Json
+from whet.types import DataError, Json, Message
 from whet.view.batches import per_token
 from whet.view.runs import commands
 from whet.view.source import Ask, NotThere, Shown, finite, tried
@@ -313,8 +314,29 @@ def search(ask: Ask) -> Json:
 def _matches(path: Path, text: str) -> np.ndarray:
     table = read_table(path, ("prompt", "text", "messages"))
     written = json.dumps(text, ensure_ascii=False)[1:-1]  # messages are JSON
-    found = np.zeros(table.num_rows, bool)
-    for name, pattern in (("prompt", text), ("text", text), ("messages", written)):
-        hit = pc.match_substring(table[name], pattern.encode("utf-8", "replace").decode(), ignore_case=True)
-        found |= pc.fill_null(hit, False).to_numpy()
+    found = _has(table["prompt"], text) | _has(table["text"], text)
+    perhaps = np.flatnonzero(~found & _has(table["messages"], written))  # or in the names of JSON's fields
+    messages = table["messages"].take(perhaps).to_pylist()
+    found[perhaps] = _has(pa.array([_said(one, path) for one in messages], pa.string()), text)
     return found
+
+
+def _has(texts: pa.Array | pa.ChunkedArray, text: str) -> np.ndarray:
+    hit = pc.match_substring(texts, text.encode("utf-8", "replace").decode(), ignore_case=True)
+    return pc.fill_null(hit, False).to_numpy(zero_copy_only=False)
+
+
+def _said(written: str, path: Path) -> str:
+    """What messages say: thoughts, contents, calls with their arguments, and whose result it is."""
+    said: list[str | None] = []
+    try:
+        for m in map(Message.from_json, json.loads(written)):
+            said += [m.reasoning, m.content, m.name, m.tool_call_id, m.malformed]
+            for call in m.tool_calls:
+                said += [
+                    call.name,
+                    *(str(one) for at, value in leaves(call.arguments) for one in (*at, value)),
+                ]
+        return "\n".join(filter(None, said))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        raise DataError(f"{path}: messages is not a list of messages: {e}; is it damaged?") from e
