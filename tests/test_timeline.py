@@ -19,7 +19,7 @@ from whet.api import train
 from whet.commands_runs import show as show_command
 from whet.track import time_report, timeline
 from whet.track.record import RunDirectory
-from whet.track.timeline import SAMPLING, STEPS, WAITS, Span, SpanReader, Timeline, read
+from whet.track.timeline import EXPLORING, SAMPLING, STEPS, WAITS, Span, SpanReader, Timeline, read
 from whet.types import ConfigError, DataError, WhetError
 
 MS = 1_000_000
@@ -364,6 +364,17 @@ def test_where_the_time_went_by_hand():
     assert (generate.median_s, generate.max_s) == pytest.approx((0.060, 0.080))
     assert by_name["work", "decode"].pieces == 8
     assert by_name["wait", "room"].seconds == pytest.approx(0.010)
+
+
+def test_what_no_phase_claims_where_sampling_lies_beside_training():
+    spans = [
+        span("update", STEPS, 0, 40, kind="phase"),
+        span("generate", EXPLORING, 0, 70, kind="phase"),
+        span("a group of rollouts", WAITS, 60, 20, kind="wait"),
+        span("update", STEPS, 90, 10, kind="phase", step=2),
+    ]
+    (stage,) = time_report.measure(spans)
+    assert (stage.seconds, stage.other_s) == pytest.approx((0.100, 0.010)), "from 80 to 90 ms"
 
 
 def test_time_between_two_starts_is_nobodys():

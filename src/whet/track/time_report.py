@@ -148,14 +148,14 @@ def _stage(name: str, spans: Sequence[Span], beside: Sequence[Span]) -> StageTim
     for s in own:
         groups[s.kind, s.lane, s.name].append(s)
     spent = [_spent(kind, lane, what, some, wall_ns) for (kind, lane, what), some in groups.items()]
-    claimed_s = sum(x.seconds for x in spent if x.kind in ("phase", "wait"))
+    claimed_ns = covered_ns(s for s in own if s.kind in ("phase", "wait"))  # phases may lie beside others
     processes = _processes(opened)
     lived_s = sum(p.busy_s + p.wait_s for p in processes)
     return StageTime(
         stage=name,
         steps=len({s.step for s in own if s.kind == "phase" and s.name == UPDATE}),
         seconds=wall_ns / 1e9,
-        other_s=max(0.0, wall_ns / 1e9 - claimed_s),
+        other_s=max(0, wall_ns - claimed_ns) / 1e9,
         bubble=sum(p.wait_s for p in processes) / max(lived_s, 1e-9),
         still=1 - sum(o.computed_ns for o in opened) / max(sum(o.length_ns for o in opened), 1),
         spent=tuple(sorted(spent, key=lambda x: -x.seconds)),
