@@ -241,6 +241,12 @@ def test_only_files_of_the_folder_are_opened_and_written(tmp_path: Path) -> None
     assert given.open(str(tmp_path / "other.yaml")).text == "name: other\n", "the file of the command line"
 
 
+@pytest.mark.parametrize("name", ["it's", "a\nb", ["x", "'"]])
+def test_a_problem_of_a_stage_stands_at_its_key_whatever_the_stage_is_called(name: Any) -> None:
+    text = yaml.safe_dump({"stages": [{"name": name, "train": {"steps": -1}}]})
+    assert "stages.0.train.steps" in [key for key, _ in told(text)]
+
+
 def test_no_page_runs_a_script_and_no_other_ending_is_written(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("touch ran\n")
     with pytest.raises(ConfigError, match="cannot run launch scripts"):

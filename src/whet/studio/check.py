@@ -25,7 +25,7 @@ from whet.dialects.tables import NATIVE
 from whet.secrets import redact, redact_tree
 from whet.types import ConfigError, Json
 
-_HEAD = re.compile(r"(?P<key>[\w.\[\]-]+)(?: \('[^']*'\)(?P<rest>[\w.\[\]-]*))?: ")
+_HEAD = re.compile(r"(?P<key>[\w.\[\]-]+)(?: \('.*?'\)(?P<rest>[\w.\[\]-]*))?: ", re.DOTALL)
 """How the text of a problem begins: `data.train[0].path: `, `stages[1] ('rl').train.steps: `."""
 _PLACE = re.compile(r".*:(\d+)(?: .*)?")
 
