@@ -443,6 +443,29 @@ def test_nan_is_equal_to_itself_in_a_comparison() -> None:
     assert compare.first_difference(lines, [{"stage": "s", "step": 1, "a": 1.0}])["name"] == "a"
 
 
+def test_lines_of_one_run_alone_are_no_difference(tmp_path: Path) -> None:
+    """A branch begins later, was evaluated at other steps and counts something more: their steps have their own
+    numbers."""
+    whole, branch = RunDirectory(tmp_path / "whole", ["s"]), RunDirectory(tmp_path / "branch", ["s"])
+    for step in (1, 2, 3, 4):
+        whole.log("s", step, metrics={"a": 1.0 * step}, timings={})
+    for step in (3, 4):
+        branch.log("s", step, metrics={"a": 1.0 * step, "b": 1.0}, timings={})
+        branch.log("s", step, metrics=held_out(0.5), timings={})
+    whole.close()
+    branch.close()
+    both = [tmp_path / "whole", tmp_path / "branch"]
+    told = ask(both, "api/compare?a=0&b=1")
+    assert (told["lines"], told["first_difference"]) == (2, None)
+    branch = RunDirectory(tmp_path / "branch", ["s"])
+    branch.log("s", 5, metrics={"a": 5.0}, timings={})
+    whole = RunDirectory(tmp_path / "whole", ["s"])
+    whole.log("s", 5, metrics={"a": 6.0}, timings={})
+    whole.close()
+    branch.close()
+    assert ask(both, "api/compare?a=0&b=1")["first_difference"] == {"stage": "s", "step": 5, "name": "a"}
+
+
 def test_the_page_of_a_group_says_where_dropped_rollouts_are(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path, ["s"])
     run.log("s", 1, metrics={"ledger/rejected/uniform_rollouts": 2}, timings={})

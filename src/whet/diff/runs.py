@@ -6,7 +6,7 @@ Only what both have recorded is compared. Two numbers are equal if their bits ar
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,13 @@ from whet.track.compare import ComparedColumn, ValueDifference
 from whet.track.files import reading
 from whet.track.manifest import other_arithmetic
 from whet.track.metrics import is_evaluation
-from whet.track.overview import RunRecord, read
+from whet.track.overview import Lines, RunRecord, read
 from whet.track.written import read_rollouts
 from whet.types import DataError, Json
 
 Key = tuple[str, int, str]
 """Of a line of metrics.jsonl: stage, step, and the folder of its replies."""
+Line = dict[str, Json]
 Row = tuple[str, Json, Json]
 """A name, and its value in each run."""
 
@@ -93,15 +94,10 @@ def compared(a: Path, b: Path) -> RunDiff:
     one, other = read(a), read(b)
     with reading(f"config.yaml of {a} or {b}", error=DataError, advice="put it back from a copy"):
         config = [c for c in changes(one.config, other.config) if c.key not in ELSEWHERE]
-    mine, theirs = ({_key(line): line for line in run.metrics} for run in (one, other))
+    shared, only_a, only_b = shared_lines(one.metrics, other.metrics)
     parting, equal_to, uncompared = None, None, 0
-    shared = [key for key in mine if key in theirs]
-    my_names, their_names = (
-        dict.fromkeys(n for key in shared for n in lines[key]) for lines in (mine, theirs)
-    )
-    both = my_names.keys() & their_names.keys()
-    for key in shared:
-        parting = _parting(one, other, key, _those(mine[key], both), _those(theirs[key], both))
+    for key, mine, theirs in shared:
+        parting = _parting(one, other, key, mine, theirs)
         if parting is not None:
             break
         equal_to = key[:2]
@@ -109,8 +105,8 @@ def compared(a: Path, b: Path) -> RunDiff:
     code, data = (_rows(one.manifest, other.manifest, name) for name in ("code_sha256", "data_sha256"))
     if sorted(_values(one, "data_sha256")) == sorted(_values(other, "data_sha256")):
         data = []  # the same files at other places
-    only = {str(a): [n for n in my_names if n not in both], str(b): [n for n in their_names if n not in both]}
-    longer = {str(a): len(mine.keys() - theirs.keys()), str(b): len(theirs.keys() - mine.keys())}
+    only = {str(a): only_a, str(b): only_b}
+    longer = {str(run.path): len(run.metrics) - len(shared) for run in (one, other)}
     return RunDiff(
         a=a,
         b=b,
@@ -127,12 +123,22 @@ def compared(a: Path, b: Path) -> RunDiff:
     )
 
 
-def _key(line: Mapping[str, Json]) -> Key:
+def shared_lines(one: Lines, other: Lines) -> tuple[list[tuple[Key, Line, Line]], list[str], list[str]]:
+    """Lines of metrics.jsonl that two runs have, in the order of the first, each with the numbers that lines of both
+    have; and the names of numbers that only those of the first, and of the second, have."""
+    beside = {_key(line): line for line in other}
+    pairs = [(_key(line), line, beside[_key(line)]) for line in one if _key(line) in beside]
+    first, second = (dict.fromkeys(n for pair in pairs for n in pair[side]) for side in (1, 2))
+
+    def common(line: Line) -> Line:
+        return {n: value for n, value in line.items() if n in first and n in second}
+
+    shared = [(key, common(mine), common(theirs)) for key, mine, theirs in pairs]
+    return shared, [n for n in first if n not in second], [n for n in second if n not in first]
+
+
+def _key(line: Line) -> Key:
     return line["stage"], line["step"], "eval" if is_evaluation(line) else "rollouts"
-
-
-def _those(line: Mapping[str, Json], names: Collection[str]) -> dict[str, Json]:
-    return {name: value for name, value in line.items() if name in names}
 
 
 def _files(one: RunRecord, other: RunRecord, key: Key) -> list[Path]:
@@ -141,9 +147,7 @@ def _files(one: RunRecord, other: RunRecord, key: Key) -> list[Path]:
     return [run.path / folder / f"{stage}-step-{step:06d}.parquet" for run in (one, other)]
 
 
-def _parting(
-    one: RunRecord, other: RunRecord, key: Key, mine: Mapping[str, Json], theirs: Mapping[str, Json]
-) -> Parting | None:
+def _parting(one: RunRecord, other: RunRecord, key: Key, mine: Line, theirs: Line) -> Parting | None:
     """How the records of one line differ. None: they do not."""
     stage, step, folder = key
     metrics, files = compare.metrics(mine, theirs), _files(one, other, key)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from whet.config.keys import dotted
 from whet.config.tree import leaves
+from whet.diff.runs import shared_lines
+from whet.track.compare import metrics
 from whet.track.overview import Lines
 from whet.types import Json
 from whet.view.rollouts import summaries
@@ -15,7 +15,8 @@ MOST_PAIRS = 2000
 
 
 def compare(ask: Ask) -> Json:
-    """The settings that differ, the metrics that both have, and the first number that is not equal."""
+    """The settings that differ, the metrics that both have, how many lines of metrics.jsonl both have, and the first
+    number in them that is not equal."""
     one, other = _both(ask)
     first, second = (dict(leaves(run.config)) for run in (one, other))
     keys = [
@@ -28,6 +29,7 @@ def compare(ask: Ask) -> Json:
         "b": {"id": other.id, "name": other.name},
         "config": [[dotted(path), first.get(path), second.get(path)] for path in keys],
         "metrics": sorted(names[0] & names[1]),
+        "lines": len(shared_lines(*lines)[0]),
         "first_difference": first_difference(*lines),
     }
 
@@ -37,19 +39,12 @@ def _both(ask: Ask) -> tuple[Shown, Shown]:
 
 
 def first_difference(one: Lines, other: Lines) -> Json:
-    """Stage, step and name of the first number of metrics.jsonl that two runs do not share; None if the shorter record
-    is the beginning of the longer one."""
-    for line, beside in zip(one, other):
-        if (line["stage"], line["step"]) != (beside["stage"], beside["step"]):
-            return {"stage": line["stage"], "step": line["step"], "name": "step"}
-        for name in sorted(line.keys() | beside.keys()):
-            if not _equal(line.get(name), beside.get(name)):
-                return {"stage": line["stage"], "step": line["step"], "name": name}
+    """Stage, step and name of the first number that differs in a line of metrics.jsonl that both runs have, as `whet
+    diff` compares them; None if there is none."""
+    for (stage, step, _), mine, theirs in shared_lines(one, other)[0]:
+        if found := metrics(mine, theirs):
+            return {"stage": stage, "step": step, "name": found[0].field}
     return None
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return one == other or (one != one and other != other)
 
 
 def replies(ask: Ask) -> Json:

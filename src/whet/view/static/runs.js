@@ -171,7 +171,9 @@ export async function comparePage(context) {
             h("code", {}, visible(first.name)),
             ".",
           ]
-        : "All numbers that both runs have are equal.",
+        : told.lines
+          ? `All numbers that both runs have are equal, in ${number(told.lines)} lines of metrics.jsonl.`
+          : "No step is in both records.",
     ),
     panel(`Config: ${told.config.length} keys differ`, {}, config),
     panel("Curves", {}, await shown(() => bothCurves(context, pair, names, told.metrics))),
