@@ -437,6 +437,22 @@ def test_two_runs_are_compared(made: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_replies_that_begin_alike_are_told_apart(tmp_path: Path) -> None:
+    """Whole prompts make a pair, and whole replies are equal or not; a list shows their beginnings."""
+    same = "A long one, which two of them have in common up to here and for some more words. " * 6
+    for name, (prompt, text) in {"a": ("1", "1"), "b": ("2", "2")}.items():
+        run = RunDirectory(tmp_path / name, ["s"])
+        run.log("s", 1, metrics={"reward/mean": 0.5}, timings={})
+        first, second = (reply(n, same + text * n, reward=0.0) for n in range(2))
+        other = replace(first, task=replace(first.task, uid=2, prompt=same + prompt))
+        run.write_rollouts("s", 1, [first, second, other])
+        run.close()
+    told = ask([tmp_path / "a", tmp_path / "b"], "api/compare/replies?a=0&b=1&stage=s&step=1")
+    assert [(pair["uid"], pair["differ"]) for pair in told["pairs"]] == [(0, False), (1, True)]
+    assert told["count"] == 2
+    assert same.startswith(told["pairs"][1]["a"]["text"])
+
+
 def test_nan_is_equal_to_itself_in_a_comparison() -> None:
     lines: Any = [{"stage": "s", "step": 1, "a": math.nan}]
     assert compare.first_difference(lines, [dict(lines[0])]) is None

@@ -7,11 +7,14 @@ from whet.config.tree import leaves
 from whet.diff.runs import shared_lines
 from whet.track.compare import metrics
 from whet.track.overview import Lines
+from whet.track.written import read_table
 from whet.types import Json
 from whet.view.rollouts import summaries
 from whet.view.source import Ask, Shown
 
 MOST_PAIRS = 2000
+MOST_PROMPT, MOST_TEXT = 200, 400
+"""Characters of a prompt and a reply: more than the page shows."""
 
 
 def compare(ask: Ask) -> Json:
@@ -50,27 +53,29 @@ def first_difference(one: Lines, other: Lines) -> Json:
 def replies(ask: Ask) -> Json:
     """Replies of two runs to the same task, paired by task and number in the group: how many, and the first of them."""
     stage, step = ask.text("stage"), ask.number("step")
-    sides = []
-    for run in _both(ask):
-        rows = run.kept(summaries, run.file(stage, step)).to_pylist()
-        sides.append({(row["uid"], row["index"]): row for row in reversed(rows)})
-    pairs = [
-        key
-        for key in sorted(sides[0])
-        if key in sides[1] and sides[0][key]["prompt"] == sides[1][key]["prompt"]
-    ]
+    mine, theirs = (_replies(run, stage, step) for run in _both(ask))
+    pairs = [key for key in sorted(mine) if key in theirs and mine[key]["prompt"] == theirs[key]["prompt"]]
     shown = [
         {
             "uid": key[0],
             "index": key[1],
-            "prompt": sides[0][key]["prompt"],
-            "a": _reply(sides[0][key]),
-            "b": _reply(sides[1][key]),
+            "prompt": (mine[key]["prompt"] or "")[:MOST_PROMPT],
+            "differ": mine[key]["text"] != theirs[key]["text"],
+            "a": _reply(mine[key]),
+            "b": _reply(theirs[key]),
         }
         for key in pairs[:MOST_PAIRS]
     ]
     return {"pairs": shown, "count": len(pairs)}
 
 
+def _replies(run: Shown, stage: str, step: int) -> dict[tuple[int, int], dict[str, Json]]:
+    """Summaries with whole prompts and replies: two that are longer may begin alike."""
+    path = run.file(stage, step)
+    rows = zip(run.kept(summaries, path).to_pylist(), read_table(path, ("prompt", "text")).to_pylist())
+    return {(row["uid"], row["index"]): row | texts for row, texts in reversed(list(rows))}
+
+
 def _reply(row: dict[str, Json]) -> Json:
-    return {name: row[name] for name in ("row", "text", "reward", "tokens", "finish_reason")}
+    some = {name: row[name] for name in ("row", "reward", "tokens", "finish_reason")}
+    return {**some, "text": (row["text"] or "")[:MOST_TEXT]}

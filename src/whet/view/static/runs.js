@@ -275,7 +275,7 @@ async function replies(context, pair, names) {
   const list = await shown(async () => {
     const { pairs, count } = await get(address("api/compare/replies", { a: pair[0], b: pair[1], stage, step }));
     const only = context.query.only === "differ";
-    const kept = only ? pairs.filter((one) => one.a?.text !== one.b?.text) : pairs;
+    const kept = only ? pairs.filter((one) => one.differ) : pairs;
     const cell = (reply, run) =>
       reply
         ? [
