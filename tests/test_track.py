@@ -30,11 +30,15 @@ from whet.guard import pulse
 from whet.guard.watch import Watch
 from whet.track import curve, display, metrics, report
 from whet.track.monitor import Monitor
+from whet.track.overview import numbers_of
+from whet.track.overview import read as read_run
 from whet.track.record import RunDirectory
 from whet.track.timeline import Timeline
 from whet.track.trackers import first_new_step, open_trackers
 from whet.track.written import read_lines
 from whet.types import ConfigError, FinishReason, Group, Rollout, Task, WhetError
+from whet.view import answers
+from whet.view.source import ShownRuns
 
 FIGURE = curve._figure
 """As it is before conftest.py puts an empty one in its place."""
@@ -475,6 +479,19 @@ def test_stages_are_laid_end_to_end(tmp_path: Path) -> None:
     assert found.held_out == [(0, 0.0), (2, 0.25)]
     assert found.reward == {"grpo": [(3, 0.5), (5, 0.75)]}
     assert found.loss == {"sft": [(1, 3.0), (2, 2.0)], "grpo": [(3, 0.0)]}
+
+
+def test_rewards_of_given_pairs_are_no_headline(tmp_path: Path) -> None:
+    """They are 1 and 0 whatever is learned: the loss is drawn. What a reward has scored has parts."""
+    given = {"reward/mean": 0.5, "train/accuracy": 0.75, "train/loss": 0.25}
+    scored = {"reward/part/letters_mean": 2.0, "reward/mean": 2.0, "train/accuracy": 0.5, "train/loss": 0.5}
+    run = write(tmp_path, [("dpo", 1, given), ("online", 1, scored)])
+    found = curve.series(run)
+    assert found.reward == {"online": [(2, 2.0)]}
+    assert found.loss == {"dpo": [(1, 0.25)], "online": [(2, 0.5)]}
+    assert [numbers_of(read_run(run), name).rewards for name in ("dpo", "online")] == [[], [2.0]]
+    (line,) = answers.answer(ShownRuns([run]), "api/runs")["runs"]
+    assert line["reward"] == 2.0
 
 
 @pytest.mark.parametrize(

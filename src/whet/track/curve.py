@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from whet.track.files import write_bytes
-from whet.track.metrics import HELD_OUT, LOSS, REWARD
+from whet.track.metrics import HELD_OUT, LOSS, REWARD, reward_of_step
 from whet.track.written import read_lines
 from whet.types import WhetError
 
@@ -54,8 +54,8 @@ def series(run_dir: Path) -> Series:
         at += steps
     for line in lines:
         step = start[line["stage"]] + line["step"]
-        if REWARD in line:
-            out.reward.setdefault(line["stage"], []).append((step, line[REWARD]))
+        if (reward := reward_of_step(line)) is not None:
+            out.reward.setdefault(line["stage"], []).append((step, reward))
         if LOSS in line:
             out.loss.setdefault(line["stage"], []).append((step, line[LOSS]))
         if HELD_OUT in line:

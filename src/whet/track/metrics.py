@@ -33,6 +33,13 @@ def is_evaluation(line: Iterable[str]) -> bool:
     return any(name.startswith("eval/") for name in line)
 
 
+def reward_of_step(line: Mapping[str, float]) -> float | None:
+    """The mean reward in a line of metrics.jsonl. None if there is none, and of given pairs and labels: their rewards
+    are 1 and 0, whatever is learned, and have no parts."""
+    given = ACCURACY in line and not any(name.startswith("reward/part/") for name in line)
+    return None if given else line.get(REWARD)
+
+
 @dataclass(frozen=True, slots=True)
 class Mean:
     """A sum and what it is divided by."""

@@ -26,7 +26,7 @@ from whet.data.tokenizer_files import check_files
 from whet.storage.manifests import oldest_first
 from whet.track.files import is_running
 from whet.track.learning import Sign, signs, trend
-from whet.track.metrics import ACCURACY, FAILED, HELD_OUT, REWARD, is_evaluation
+from whet.track.metrics import FAILED, HELD_OUT, is_evaluation, reward_of_step
 from whet.track.written import list_steps, read_config, read_lines, read_manifest
 from whet.types import DataError, Json
 
@@ -120,7 +120,7 @@ class StageNumbers:
     tokens: float
     """Sampled, or read."""
     rewards: list[float]
-    """The mean of each step; empty for pairs, whose rewards are 1 and 0, whatever is learned."""
+    """The mean of each step (`reward_of_step`)."""
     held_out: list[float]
     """The accuracy at each evaluation."""
 
@@ -132,7 +132,7 @@ def numbers_of(run: RunRecord, stage: str) -> StageNumbers:
         steps=max(line["step"] for line in run.of(stage)),
         seconds=seconds_of(run, stage),
         tokens=sum(n for line in run.of(stage, TOKENS) if isfinite(n := line[TOKENS])),
-        rewards=[line[REWARD] for line in run.of(stage, REWARD) if ACCURACY not in line],
+        rewards=[mean for line in run.of(stage) if (mean := reward_of_step(line)) is not None],
         held_out=[line[HELD_OUT] for line in run.of(stage, HELD_OUT)],
     )
 

@@ -12,7 +12,7 @@ from whet import secrets
 from whet.checkpoint import glance
 from whet.config.tree import get
 from whet.inputs import MOST_CONFIG_BYTES, read_bytes, read_end
-from whet.track.metrics import FAILED, HELD_OUT, REWARD, is_evaluation
+from whet.track.metrics import FAILED, HELD_OUT, is_evaluation, reward_of_step
 from whet.track.overview import (
     Lines,
     RunRecord,
@@ -44,7 +44,7 @@ def _line(run: Shown) -> Json:
     steps = [line for line in written.metrics if not is_evaluation(line)]
     last = steps[-1] if steps else None
     stage = written.metrics[-1]["stage"] if written.metrics else None
-    rewards = [line[REWARD] for line in steps if REWARD in line]
+    rewards = [mean for line in steps if (mean := reward_of_step(line)) is not None]
     held_out = [line[HELD_OUT] for line in written.metrics if HELD_OUT in line]
     speed = [line[SPEED] for line in written.timings if SPEED in line]
     return {
