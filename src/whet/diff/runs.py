@@ -128,7 +128,8 @@ def shared_lines(one: Lines, other: Lines) -> tuple[list[tuple[Key, Line, Line]]
     have; and the names of numbers that only those of the first, and of the second, have."""
     beside = {_key(line): line for line in other}
     pairs = [(_key(line), line, beside[_key(line)]) for line in one if _key(line) in beside]
-    first, second = (dict.fromkeys(n for pair in pairs for n in pair[side]) for side in (1, 2))
+    first = dict.fromkeys(name for _, mine, _ in pairs for name in mine)
+    second = dict.fromkeys(name for _, _, theirs in pairs for name in theirs)
 
     def common(line: Line) -> Line:
         return {n: value for n, value in line.items() if n in first and n in second}
