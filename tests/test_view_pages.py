@@ -289,6 +289,20 @@ def test_every_page_of_every_run_opens(
     browser.ask("Emulation.setEmulatedMedia", features=[])
 
 
+def test_no_chart_is_wider_than_a_narrow_page(browser: Browser, address: str, runs: dict[str, str]) -> None:
+    """The end of a timeline was cut off: its part of the page does not scroll."""
+    narrow = {"width": 360, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+    browser.ask("Emulation.setDeviceMetricsOverride", **narrow)
+    try:
+        for tab in ("", "/rewards", "/timeline", "/evals"):
+            browser.go(f"{address}#/run/{runs['single']}{tab}")
+            assert count(browser, ".plot svg") > 0
+            over = "[...document.querySelectorAll('.plot')].map(one => one.firstChild.clientWidth - one.clientWidth)"
+            assert max(browser.settled(over)) <= 0, tab
+    finally:
+        browser.ask("Emulation.setDeviceMetricsOverride", **{**narrow, **browser.size})
+
+
 def test_the_list_of_runs_says_how_each_is(browser: Browser, address: str, runs: dict[str, str]) -> None:
     browser.go(f"{address}#/")
     state = "[...document.querySelectorAll('[data-run]')].map(one => one.querySelector('[data-state]').dataset.state)"

@@ -26,7 +26,7 @@ export function lanesChart(lanes, seconds) {
     for (const [name, kind] of lane.spans) if (kind !== "wait" && !colors.has(name)) colors.set(name, colors.size);
 
   function draw() {
-    const width = Math.max(holder.clientWidth || 800, 420);
+    const width = Math.max(holder.clientWidth || 800, 240);
     const height = lanes.length * row + 34;
     const x = scale(from, to, names, width - RIGHT_MARGIN, false);
     const labels = [];
