@@ -15,9 +15,9 @@ from forked import ran
 from peers.ours import READ_AS
 from whet.config.load import load
 from whet.dialects import versions
-from whet.prove import checks, peers, proof, settings
+from whet.prove import checks, peers, proof, settings, trinity
 from whet.prove.cases import case
-from whet.types import ConfigError
+from whet.types import ConfigError, Json
 
 ROOT = Path(__file__).parent.parent
 LOSS = "loss and gradient, grpo, without the KL"
@@ -162,6 +162,27 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(tmp_path: Pat
     assert (status, rows) == (2, {})
     assert "cosmos-rl, which is not installed" in said
     assert f"-m pip install --no-deps cosmos-rl=={peers.NEWEST['cosmos']}" in said
+
+
+def test_trinity_calls_its_functions_with_the_arguments_of_the_file_alone() -> None:
+    """Beside them its constructors' defaults count, and not what default_args() says."""
+
+    class Made:
+        def __init__(
+            self, backend: str = "verl", mu: float = 2.0, clip: float | None = None, part: float = 0.1
+        ):
+            pass
+
+        @classmethod
+        def default_args(cls) -> dict[str, float]:
+            return {"mu": 8.5, "clip": 0.2, "part": 0.1}
+
+    def told(**given: Json) -> dict[str, Json]:
+        return trinity.arguments(Made, {"algorithm.advantage_fn_args": given}, "advantage_fn")
+
+    assert told() == Made.default_args()
+    assert told(part=0.5) == {"mu": 2.0, "clip": 0.2, "part": 0.5}
+    assert told(mu=3.0, clip=0.1) == {"mu": 3.0, "clip": 0.1, "part": 0.1}
 
 
 def test_files_that_cannot_be_proved_are_told_apart(tmp_path: Path) -> None:

@@ -300,6 +300,13 @@ def test_arguments_of_functions() -> None:
         learn.advantage(grpo(**{"algorithm.advantage_fn_args.*": {"epsilom": 1}}))
 
 
+CLIPV: dict[str, Json] = {
+    "advantage": "grpo",
+    "advantage.std_epsilon": 1e-6,
+    "entropy_clip": "vocabulary",
+}
+
+
 @pytest.mark.parametrize(
     ("name", "given", "want"),
     [
@@ -325,6 +332,8 @@ def test_arguments_of_functions() -> None:
                 "entropy_clip.max_frac": 1e-4,
             },
         ),
+        ("clipv", {}, {**CLIPV, "entropy_clip.mu": 8.5, "entropy_clip.max_frac": 1e-4}),
+        ("clipv", {"max_frac": 0.1}, {**CLIPV, "entropy_clip.mu": 2.0, "entropy_clip.max_frac": 0.1}),
         (
             "opmd",
             {"opmd_baseline": "logavgexp", "tau": 0.5},
@@ -460,8 +469,8 @@ def test_presets(kind: str, recipe: str, advantage: str, loss: str, times: int) 
         ),
         (
             "rec",
-            {"clip_mode": "ring", "epsilon_low_prime": 0.7},
-            {"loss.rec_ring_low": 0.7, "loss.rec_ring_high": 2.0},
+            {"clip_mode": "ring", "epsilon_low_prime": 0.7},  # beside arguments those of the constructor
+            {"loss.rec_ring_low": 0.7, "loss.rec_ring_high": 0.4},
         ),
         (
             "grpo",

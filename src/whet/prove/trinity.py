@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -52,7 +53,16 @@ EPS = 1e-7
 
 
 def arguments(made: Any, keys: Mapping[str, Json], section: str) -> dict[str, Any]:
-    return {**made.default_args(), **dict(keys.get(f"algorithm.{section}_args") or {})}
+    """What Trinity calls a function with: its default_args(), or the file's arguments alone, so that for others its
+    constructor's defaults count. Where this has none (the clip range of ppo), Trinity does not start: then the former.
+    """
+    given, told = dict(keys.get(f"algorithm.{section}_args") or {}), made.default_args()
+    own = {name: each.default for name, each in inspect.signature(made).parameters.items() if given}
+    return (
+        told
+        | {name: own[name] for name in told if own.get(name) not in (None, inspect.Parameter.empty)}
+        | given
+    )
 
 
 def in_trainer(made: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:

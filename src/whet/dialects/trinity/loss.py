@@ -106,7 +106,7 @@ def _settings(values: Values, name: str, given: Given) -> Native:
     if name == "sft":
         return {"loss": "cross_entropy"}
     if name == "rec":
-        return {"loss": "rec", **_rec(given)}
+        return {"loss": "rec", **_rec(values[f"{ARGS}.*"] or {}, given)}
     function = functions("loss")[name]
     out: Native = {
         "loss": function.native,
@@ -163,8 +163,8 @@ def _opmd(values: Values, given: Given) -> Native:
     return {"loss": "opmd", "tau": given["tau"]}
 
 
-def _rec(given: Given) -> Native:
-    """What the modes do not read is left out unless it was changed; then whet says that it has no effect."""
+def _rec(said: Given, given: Given) -> Native:
+    """What the modes do not read is left out unless the file changes it; then whet says that it has no effect."""
     clips, ring, regular = (
         given["clip_mode"] != "none",
         given["clip_mode"] == "ring",
@@ -180,7 +180,7 @@ def _rec(given: Given) -> Native:
         ("temp", "rec_temperature", given["weight"] == "advantage"),
         ("regularizer_coef", "rec_regularizer_coef", own["rec_regularizer"] != "none"),
     ):
-        if read or given[theirs] != functions("loss")["rec"].defaults[theirs]:
+        if read or said.get(theirs) not in (None, functions("loss")["rec"].defaults[theirs]):
             own[native] = given[theirs]
     return own
 

@@ -206,6 +206,8 @@ class TrinityFunction:
     """Why it is not read."""
     defaults: Native = field(default_factory=dict)
     """By argument."""
+    beside: Native = field(default_factory=dict)
+    """Those that are others where the file gives some argument: Trinity calls the constructor with these alone."""
     needs: dict[str, str] = field(default_factory=dict)
     """Arguments that only another one makes count: that one."""
     natives: dict[str, str] = field(default_factory=dict)
@@ -223,7 +225,10 @@ def functions(kind: str) -> dict[str, TrinityFunction]:
         if not argument:
             out[name] = TrinityFunction(native=line["native"], reason=line["reason"])
             continue
-        out[name].defaults[argument] = json.loads(line["default"])
+        alone, _, beside = line["default"].partition(" | ")
+        out[name].defaults[argument] = json.loads(alone)
+        if beside:
+            out[name].beside[argument] = json.loads(beside)
         for told, column in ((out[name].needs, "needs"), (out[name].natives, "native")):
             if line[column]:
                 told[argument] = line[column]
@@ -232,7 +237,8 @@ def functions(kind: str) -> dict[str, TrinityFunction]:
 
 def arguments_of(values: Values, key: str, function: TrinityFunction) -> Native:
     """The arguments of one of `functions`, defaults filled in."""
-    return arguments(values, f"{key}_args", function.defaults, needs=function.needs)
+    beside = function.beside if values[f"{key}_args.*"] else {}
+    return arguments(values, f"{key}_args", function.defaults | beside, needs=function.needs)
 
 
 # ---------------------------------------------------------------- algorithm_type
