@@ -695,6 +695,26 @@ def test_only_the_lake_samples_as_its_taskset_says() -> None:
     assert read("webshop_workflow", **args).tree["rollout"]["sampling"]["temperature"] == 1.0
 
 
+def test_only_worlds_that_do_not_read_their_tasksets_sample_with_the_models_top_k() -> None:
+    """A taskset of Trinity's has top_k -1 where it gives none."""
+    model = {"model": {**BASE["model"], "top_k": 20}}
+    assert read("webshop_workflow", sections=model).tree["rollout"]["sampling"]["top_k"] == 20
+    for name in ("frozen_lake_workflow", "math_workflow"):
+        (wrong,) = read(name, sections=model).problems
+        assert "model.top_k: 20 has no effect in Trinity-RFT" in wrong[1]
+        own = read(name, rollout_args={"top_k": 20})
+        assert (own.problems, own.tree["rollout"]["sampling"]["top_k"]) == ((), 20)
+    other = {"path": "b.jsonl", "name": "e", "default_workflow_type": "math_workflow"}
+    made = read(
+        "webshop_workflow",
+        sections=model,
+        evals=[other, {**other, "name": "f", "rollout_args": {"top_k": 5}}],
+    )
+    assert not made.problems, made.problems
+    assert made.tree["eval"]["sampling"]["top_k"] == 0
+    assert made.tree["eval"]["sources"]["f"]["sampling"]["top_k"] == 5
+
+
 def test_tasksets_of_other_worlds_are_played_by_environments_of_their_own() -> None:
     """Each by the name of its source, with its own limit of turns where that is below the largest; tasksets that a
     world rewards have no rewards of the run."""

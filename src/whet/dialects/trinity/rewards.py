@@ -184,6 +184,12 @@ def world_of(values: Values, own: Own, what: str) -> TrinityWorld | None:
     return WORKFLOWS[workflow(values, own, what)].world
 
 
+def samples_as_the_model(values: Values) -> bool:
+    """Whether some taskset is sampled with the model's arguments alone."""
+    worlds = (world_of(values, *each) for each in sets_of(values))
+    return any(world is not None and not world.rollout_args for world in worlds)
+
+
 def is_plain(values: Values, own: Own, what: str) -> bool:
     """Whether the prompts of a taskset are plain text, which math_boxed_workflow writes for base models (use_base)."""
     return bool(section(own, "workflow_args").get("use_base")) and "math_boxed" in workflow(values, own, what)
