@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from whet.config.tree import get, merge
+from whet.dialects.match import suggest
 from whet.dialects.tables import dialect
 from whet.dialects.translate import Translation, translate
 from whet.dialects.trinity.values import ACTOR, CRITIC, EXPERIENCES, REF, TASKSET, VERL_TRAINER
@@ -233,6 +234,28 @@ def test_any_key_of_a_service_that_trains_is_known_but_no_typo() -> None:
     ).problems
     ((_, said),) = read("0.6.0", {"model.tinker.enabel": True}).problems
     assert said == "model.tinker.enabel: unknown key; did you mean model.tinker.enable?"
+
+
+def test_names_of_older_files_are_read() -> None:
+    older: dict[str, Json] = {
+        "trainer.ppo_max_token_len_per_gpu": 64,
+        f"{EXPERIENCES}.use_priority_queue": True,
+    }
+    newer: dict[str, Json] = {
+        "trainer.max_token_len_per_gpu": 64,
+        f"{EXPERIENCES}.replay_buffer.enable": True,
+    }
+    style: dict[str, Json] = {"synchronizer.sync_style": "dynamic_by_explorer"}
+    one, other = (read("0.4.0", given | style) for given in (older, newer))
+    assert one.tree == other.tree
+    assert one.tree["buffer"]["replay"]["queue"] is True
+    assert one.tree["train"]["micro_batch_tokens"] == 64
+
+
+def test_a_key_of_the_file_is_meant_before_one_of_its_stages() -> None:
+    of = dialect("trinity", "0.6.0")
+    for key in ("trainer.ppo_epochs", "explorer.temperature"):
+        assert all(each.startswith(key.split(".")[0]) for each in suggest(tuple(key.split(".")), of))
 
 
 def test_a_section_of_one_example_is_refused_by_name() -> None:

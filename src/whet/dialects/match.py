@@ -136,7 +136,8 @@ def suggest(cut: Parts, of: Dialect) -> list[str]:
             if distance(cut[-1], name[-1]) <= (most if len(name[-1]) > 2 * most + 1 else 0)
         ]
         if ends:
-            return [joined(name) for name in sorted(ends, key=lambda name: -_shared(cut, name))][:2]
+            alike = sorted(ends, key=lambda name: (-_shared(cut, name), name[0] != cut[0]))
+            return [joined(name) for name in alike][:2]
     return []
 
 

@@ -412,7 +412,7 @@ def _replies(own: Own, what: str, *, at: str, pairs: bool = False) -> Native:
 
 
 def _sampled(values: Values, own: Own, what: str) -> Native:
-    """vLLM's sampling arguments of a taskset, the model's where it gives none, but for top_k, which is -1 (off) then."""
+    """vLLM's sampling arguments of a taskset, the model's where it gives none, but for top_k, -1 (off) then."""
     out: Native = {}
     world = world_of(values, own, what)
     own = {} if world is not None and not world.rollout_args else {"rollout_args.top_k": -1, **own}
