@@ -236,6 +236,41 @@ def test_any_key_of_a_service_that_trains_is_known_but_no_typo() -> None:
     assert said == "model.tinker.enabel: unknown key; did you mean model.tinker.enable?"
 
 
+def differing(version: str, given: dict[str, Json], *without: str) -> set[str]:
+    """Keys beside which the report says what is otherwise than in Trinity."""
+    base = {key: value for key, value in SMALL.items() if key not in without}
+    tree = nested({tuple(key.split(".")): v for key, v in (base | given).items()})
+    made = translate(tree, dialect("trinity", version), origins={})
+    assert not made.problems, made.problems
+    return {line.key for line in made.lines if line.differs}
+
+
+def test_what_trinity_puts_in_the_place_of_the_verl_sections_optimizer_is_told() -> None:
+    """Until 0.6.0 its own key, given or not; since then the section's."""
+    rate, shape = f"{ACTOR}.optim.lr", f"{ACTOR}.optim.lr_warmup_steps"
+    for version in VERSIONS["trinity"]:
+        told = differing(version, {rate: 2e-6, shape: 3})
+        assert {rate, shape} & told == (set() if version == "0.6.0" else {rate, shape}), version
+    own: dict[str, Json] = {"algorithm.optimizer.lr": 2e-6, "algorithm.optimizer.lr_warmup_steps": 3}
+    assert not {rate, shape} & differing("0.5.2", {rate: 2e-6, shape: 3} | own)
+    assert not {rate, shape} & differing("0.5.2", {rate: 1e-6, shape: -1}), "copied"
+
+
+def test_where_whet_follows_the_document_and_trinitys_code_does_not_is_told() -> None:
+    times, template = "algorithm.repeat_times", "model.chat_template_path"
+    assert times in differing("0.6.0", {}, times)
+    assert times not in differing("0.6.0", {})
+    assert times not in differing("0.6.0", {"algorithm.algorithm_type": "ppo"}, times)
+    both: dict[str, Json] = {template: "a.jinja", "model.custom_chat_template": "{{ messages }}"}
+    assert template in differing("0.6.0", both)
+    assert template not in differing("0.6.0", {template: "a.jinja"})
+
+
+def test_how_the_optimizers_step_is_computed_is_known() -> None:
+    own: dict[str, Json] = {"algorithm.optimizer.fused": True, "algorithm.optimizer.foreach": False}
+    assert not read("0.6.0", own).problems
+
+
 def test_names_of_older_files_are_read() -> None:
     older: dict[str, Json] = {
         "trainer.ppo_max_token_len_per_gpu": 64,
