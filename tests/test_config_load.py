@@ -19,7 +19,8 @@ from whet.config.derived import with_lr
 from whet.config.faults import faults
 from whet.config.keys import FOREIGN, did_you_mean, distance, dotted, keys, lookup, suggest
 from whet.config.load import load, stage_configs
-from whet.config.parse import as_yaml, parse, scalar
+from whet.config.parse import as_yaml, parse
+from whet.config.scalars import scalar
 from whet.config.schema import Config
 from whet.config.tree import leaves, merge
 from whet.types import ConfigError
@@ -48,7 +49,6 @@ def refused(*args, **kwargs) -> str:
         (".5", 0.5),
         ("-2.", -2.0),
         ("8", 8),
-        ("010", 10),
         ("0o10", 8),
         ("0x1F", 31),
         ("+3", 3),
@@ -72,6 +72,13 @@ def test_unquoted_scalars(text, value):
     found = scalar(text)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_a_number_that_begins_with_0_is_refused():
+    for text in ("010", "-08", "00"):
+        (problem,) = parse(f"a: {text}").problems
+        assert f"a: {text} begins with 0" in problem[1]
+    assert parse("a: '010'\nb: 010.5").tree == {"a": "010", "b": 10.5}
 
 
 def test_quoted_scalars_are_text():

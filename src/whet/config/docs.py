@@ -21,8 +21,8 @@ Generated from `src/whet/config/schema.py` by `python -m whet.config.docs`; `whe
 A config is a YAML, JSON or TOML file. Keys that it leaves out have the defaults below. `null` means that the
 value is derived; `whet plan FILE` prints the derived value.
 
-- **Booleans** are `true` and `false` (YAML 1.2): `off`, `yes` and `on` are text. `1e-6` is a number. `"8"` is
-  text and is refused where a number is expected. A duplicate key is refused.
+- **Booleans** are `true` and `false` (YAML 1.2): `off`, `yes` and `on` are text. `1e-6` is a number, and
+  `010` is refused. `"8"` is text and is refused where a number is expected. A duplicate key is refused.
 - **Overrides** follow the file on the command line: `train.steps=5`, `data.eval.0.limit=10`,
   `stages.sft.train.steps=5`. The value is YAML: `rollout.sampling.stop=["###"]`. Sections are merged, lists
   replaced.

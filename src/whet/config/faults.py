@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from whet.config.keys import Path, did_you_mean, distance, dotted, lookup, within, words
-from whet.config.parse import scalar
+from whet.config.scalars import scalar
 from whet.config.sections.base import Section
 from whet.config.tree import get, stage_names
 from whet.secrets import redact

@@ -127,6 +127,8 @@ def load(
     kind = recognise(draft.tree or overridden({}, {}, overrides).tree, dialect)
     translation = None
     if kind != NATIVE:
+        if path is not None and Path(path).suffix != SCRIPT:
+            draft = _read(Path(path), text, foreign=True)
         draft, translation = _translated(draft, kind, overrides, dialect, here=here)
         draft.problems += () if rehearsal else translation.unbuilt
         what += f", a {kind} file"
@@ -305,7 +307,7 @@ def _launched(
     arguments = [text for text in overrides if not text.startswith("whet.")]
     learn_overrides(arguments)
     started = launched(script, arguments, os.environ, dialect=wanted, trust=trust)
-    draft = _read(started.file, started.text) if started.file else Draft()
+    draft = _read(started.file, started.text, foreign=True) if started.file else Draft()
     made = overridden(draft.tree, draft.origins, started.overrides, started.places)
     kind = recognise(made.tree, started.dialect)
     if kind == NATIVE:
@@ -352,8 +354,9 @@ def _configs(files: Iterable[Path]) -> list[str]:
     return sorted(file.name for file in files if file.suffix in (*SUFFIXES, SCRIPT))
 
 
-def _read(file: Path, text: str | None = None) -> Draft:
-    """The draft of a file, with the line of every key. `text`: content to use instead of that of the file."""
+def _read(file: Path, text: str | None = None, *, foreign: bool = False) -> Draft:
+    """The draft of a file, with the line of every key. `text`: content to use instead of that of the file. foreign:
+    another system's program reads its scalars."""
     if text is None:
         _check_is_file(file)
     if file.suffix not in SUFFIXES:
@@ -362,7 +365,7 @@ def _read(file: Path, text: str | None = None) -> Draft:
         )
     if text is None:
         text = read_text(file, ConfigError, most=MOST_CONFIG_BYTES)
-    parsed = parse(text, toml=file.suffix == ".toml")
+    parsed = parse(text, toml=file.suffix == ".toml", foreign=foreign)
     problems = [(f"{file}:{line}", said) for line, said in parsed.problems]
     if not isinstance(parsed.tree, dict):
         problems = problems or [(f"{file}:1", f"a config is a mapping of keys, got {shown(parsed.tree)}")]

@@ -1,32 +1,27 @@
 """Text of a config file -> plain values, and the line of every key; and back.
 
 YAML by the core rules of version 1.2: true and false are the only booleans (`off` is text), 1e-6 is a number,
-010 is ten, 12:30 and 2024-01-01 are text. A key given twice is refused with both lines. `<<: *name` merges mappings, as
-in version 1.1, since files of other systems use it: keys given beside it count, then those of the first mapping.
+12:30 and 2024-01-01 are text; 010 is refused. In a foreign file scalars are what its system reads (`scalars.py`). A key
+given twice is refused with both lines. `<<: *name` merges mappings, as in version 1.1, since files of other systems use
+it: keys given beside it count, then those of the first mapping.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time
-from math import isinf
 from pathlib import PurePath
 
 import yaml
 
 from whet.config.keys import Path, dotted
+from whet.config.scalars import fits, foreign_scalar, hydra_scalar, scalar
 from whet.inputs import MOST_DEPTH, too_deep
 from whet.types import ConfigError, Json
 
-_NULL = {"", "~", "null", "Null", "NULL"}
-_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(
-    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-)
 YAML_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _BREAKS = re.compile("[\r\x85\u2028\u2029]")
 """PyYAML writes them as they are, and reads them as ends of lines."""
@@ -34,8 +29,6 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _TAGGED = re.compile(r"(&\S+\s+)?!")
 _COMMENT = re.compile(r"(^|\s)#")
 _MOST_VALUES = 100_000
-_MOST_DIGITS = 19
-"""Of a whole number: what 64 bits hold."""
 
 
 class _TooManyValues(Exception):
@@ -52,17 +45,19 @@ class Parsed:
     """(line, text)"""
     values: int = 0
     """Built so far; a value that an alias repeats counts again."""
+    scalar: Callable[[str], Json] = scalar
+    """What reads an unquoted scalar; below `whet`, the section of native keys, `scalars.scalar` does."""
 
 
-def parse(text: str, *, toml: bool = False) -> Parsed:
+def parse(text: str, *, toml: bool = False, foreign: bool = False) -> Parsed:
     """Read YAML or TOML. What cannot be read at all is the one problem; then the tree is None."""
-    return _toml(text) if toml else _yaml(text)
+    return _toml(text) if toml else _yaml(text, foreign_scalar if foreign else scalar)
 
 
-def parse_override(value: str) -> Parsed:
-    """Read the value of an override, which is YAML. A comment or a line break in text without quotes is refused: YAML
-    would drop the one and join the other, and a shell's quotes do not reach it."""
-    parsed = parse(value)
+def parse_override(value: str, *, hydra: bool = False) -> Parsed:
+    """Read the value of an override, which is YAML; its scalars may be Hydra's. A comment or a line break in text
+    without quotes is refused: YAML would drop the one and join the other, and a shell's quotes do not reach it."""
+    parsed = _yaml(value, hydra_scalar if hydra else scalar)
     is_text = not parsed.tree or not isinstance(parsed.tree, dict | list)  # of a comment alone it is {}
     if is_text and not parsed.problems and value[:1] not in tuple("\"'|>&{["):
         for sign, read in ((_COMMENT, "a comment begins at #"), ("\n", "the lines are joined")):
@@ -94,43 +89,11 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def scalar(text: str) -> Json:
-    """An unquoted YAML scalar by the core rules: null, boolean, number, or the text itself.
-
-    ValueError for a number beyond 64 bits; infinity is written .inf."""
-    if text in _NULL:
-        return None
-    if text in _BOOL:
-        return _BOOL[text]
-    if _INT.fullmatch(text):
-        return _whole(text)
-    if _FLOAT.fullmatch(text):
-        number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        if isinf(number) and "inf" not in text.lower():
-            raise ValueError(f"{text[:40]} is beyond 64-bit floating point; infinity is written .inf")
-        return number
-    return text
-
-
-def _whole(text: str) -> int:
-    short = len(text) <= 2 * _MOST_DIGITS + 10  # octal has more digits; a long one takes time to read
-    number = (int(text, 0) if text[:2] in ("0o", "0x") else int(text)) if short else 2**64
-    if not _fits(number):
-        raise ValueError(
-            f"{text[:20]}{'...' * (len(text) > 20)} is a whole number beyond 64 bits; quote it if it is text"
-        )
-    return number
-
-
-def _fits(number: int) -> bool:
-    return -(2**63) <= number < 2**64
-
-
 def plain(value: object, path: Path = ()) -> Json:
     """Values from Python as JSON has them: mappings, lists, text, numbers; paths and dates become text."""
     if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
         raise ConfigError(f"{dotted(path)}: contains half of a surrogate pair, which is not valid text")
-    if isinstance(value, int) and not _fits(value):
+    if isinstance(value, int) and not fits(value):
         raise ConfigError(f"{dotted(path)}: a whole number beyond 64 bits; give it as text if it is text")
     if value is None or isinstance(value, str | int | float):
         return value
@@ -151,8 +114,8 @@ def plain(value: object, path: Path = ()) -> Json:
 # ---------------------------------------------------------------- YAML
 
 
-def _yaml(text: str) -> Parsed:
-    out = Parsed()
+def _yaml(text: str, read: Callable[[str], Json]) -> Parsed:
+    out = Parsed(scalar=read)
     try:
         if too_much := _too_much(text):
             out.problems.append(too_much)
@@ -232,7 +195,7 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
         ]
     quoted = isinstance(node, yaml.ScalarNode) and node.style
     try:
-        return node.value if quoted else scalar(node.value)
+        return node.value if quoted else (scalar if path[:1] == ("whet",) else out.scalar)(node.value)
     except ValueError as e:
         out.problems.append((line, f"{dotted(path)}: {e}"))
         return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from whet.config.faults import shown
 from whet.config.keys import lookup
-from whet.config.parse import scalar
+from whet.config.scalars import scalar
 from whet.config.urls import is_remote
 from whet.dialects.row import READ, Row
 from whet.types import Json

@@ -53,7 +53,7 @@ class Tree:
                 self.absent.append((said["key"], source))
             return
         value = said["value"]
-        parsed = parse_override(_as_yaml(value) if value[:1] in "{[" else value)
+        parsed = parse_override(_as_yaml(value) if value[:1] in "{[" else value, hydra=True)
         if parsed.problems:
             self.problems += [(source, problem) for _, problem in parsed.problems]
             return
