@@ -462,6 +462,20 @@ def test_a_section_as_an_override_is_put_over_the_one_that_is_there():
     )
 
 
+def test_a_deletion_with_a_value_needs_that_value():
+    """As in Hydra."""
+    base = {"a": 5, "s": "x", "d": {"e": [1, 2]}}
+    assert overridden(base, {}, ["~a=5", "~s=x", "~d={e:[1,2]}"]).tree == {}
+    out = overridden(base, {}, ["~a=7", "~s=", "~d={e:[1]}", "~a=true"])
+    assert out.tree == base
+    assert [said.partition(";")[0] for _, said in out.problems] == [
+        "a is 5, not 7",
+        's is "x", not ""',
+        'd is {"e": [1, 2]}, not {"e": [1]}',
+        "a is 5, not true",
+    ]
+
+
 @pytest.mark.parametrize("text", ["a", "=1", "--a=1", "a.l.7=1", "a@b=1", "a=[1", "a.l.x=1"])
 def test_overrides_that_are_refused(text):
     out = overridden({"a": {"l": [1]}}, {}, [text])
@@ -487,6 +501,9 @@ def test_what_is_left_out_of_the_systems_own_document_has_no_effect_here_or_is_r
             ConfigError, match=r"data\.train_batch_size cannot be left out of verl's own document"
         ):
             load(path, [*fits, "~data.train_batch_size"], dialect="verl")
+        load(path, [*fits, "~data.return_raw_chat=false"], dialect="verl")
+        with pytest.raises(ConfigError, match=r"data\.return_raw_chat is false, not true"):
+            load(path, [*fits, "~data.return_raw_chat=true"], dialect="verl")
 
 
 # ---------------------------------------------------------------- loading

@@ -9,9 +9,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from whet.config.faults import shown
 from whet.config.keys import Path
 from whet.config.parse import parse_override
 from whet.config.tree import get, leaves
+from whet.dialects.kinds import same
 from whet.dialects.row import WRITES
 from whet.dialects.tables import Dialect
 from whet.types import Json
@@ -27,6 +29,9 @@ _FLOW = re.compile(
 """What lists and dicts of Hydra's grammar are made of. A key of a dict needs no space behind its colon, and a backslash
 stands before what is no sign of it. In quoted text and in lists is none."""
 
+_ANY: Json = object()
+"""The value of `~key`, which says none."""
+
 
 @dataclass
 class Tree:
@@ -35,11 +40,13 @@ class Tree:
     tree: dict[str, Json] = field(default_factory=dict)
     origins: dict[Path, str] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
-    absent: list[tuple[str, str]] = field(default_factory=list)
-    """(key, where) of `~key` that is not in the tree: only the system's own document may have it."""
+    absent: list[tuple[str, str, Json]] = field(default_factory=list)
+    """(key, where, the value said or `_ANY`) of `~key` that is not in the tree: only the system's own document may have
+    it."""
 
     def override(self, text: str, source: str = "") -> None:
-        """Apply one override. `a=` is the empty text, `~a` takes the key out (its default counts again).
+        """Apply one override. `a=` is the empty text, `~a` takes the key out (its default counts again), `~a=1` only if
+        that is its value.
 
         source: where it is written, if not on the command line."""
         source = source or f"override {text}"
@@ -47,29 +54,40 @@ class Tree:
         if said is None or (said["sign"] != "~" and not said["equals"]):
             self.problems.append((source, "expected key.path=value, +key.path=value or ~key.path"))
             return
-        path = self._path(said["key"])
-        if said["sign"] == "~":
-            if not _drop(self.tree, path):
-                self.absent.append((said["key"], source))
-            return
-        value = said["value"]
+        path, value = self._path(said["key"]), said["value"]
         parsed = parse_override(_as_yaml(value) if value[:1] in "{[" else value, hydra=True)
         if parsed.problems:
             self.problems += [(source, problem) for _, problem in parsed.problems]
             return
-        self._put(path, parsed.tree if value else "", source)
+        read = parsed.tree if value else ""
+        if said["sign"] == "~":
+            self._drop(path, read if said["equals"] else _ANY, source)
+        else:
+            self._put(path, read, source)
 
     def left_out(self, of: Dialect) -> list[tuple[str, str]]:
         """What is wrong with `absent`: of the system's own document may go what nothing here reads."""
         problems = []
-        for key, source in self.absent:
+        for key, source, value in self.absent:
             row = of.row(key)
-            if row is None:
+            if row is not None and (wrong := _not_that(key, row.default, value)):
+                problems.append((source, wrong))
+            elif row is None:
                 problems.append((source, f"there is no {key} in the file to remove"))
             elif row.status in WRITES:
                 said = f"{key} cannot be left out of {of.system}'s own document; give the value that it is to have"
                 problems.append((source, said))
         return problems
+
+    def _drop(self, path: Path, said: Json, source: str) -> None:
+        """Take a key out, if it has the value said."""
+        around, key = get(self.tree, path[:-1]), ".".join(map(str, path))
+        if not isinstance(around, dict) or path[-1] not in around:
+            self.absent.append((key, source, said))
+        elif wrong := _not_that(key, around[path[-1]], said):
+            self.problems.append((source, wrong))
+        else:
+            del around[path[-1]]
 
     def _path(self, key: str) -> Path:
         """Numbers are indexes where a list stands."""
@@ -145,9 +163,8 @@ def _set(around: Json, part: str | int, value: Json) -> bool:
     return False
 
 
-def _drop(tree: Json, path: Path) -> bool:
-    tree = get(tree, path[:-1])
-    if not isinstance(tree, dict) or path[-1] not in tree:
-        return False
-    del tree[path[-1]]
-    return True
+def _not_that(key: str, value: Json, said: Json) -> str:
+    """Why `~key=said` does not take a key out, as in Hydra; or ''."""
+    if said is _ANY or same(value, said):
+        return ""
+    return f"{key} is {shown(value)}, not {shown(said)}; give that, or ~{key} alone, which removes any value"
