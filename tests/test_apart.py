@@ -32,7 +32,7 @@ from whet.config.checks_sync import content_of, has_adapters
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config
-from whet.disaggregated import Evaluation, Followed, check_code, evaluate_all
+from whet.disaggregated import Evaluation, Followed, check_as_trainer, check_code, evaluate_all
 from whet.explorer import open_buffer
 from whet.models import kernels
 from whet.models.load import build
@@ -356,6 +356,19 @@ def test_only_code_that_both_have_is_compared() -> None:
     check_code("x", {"a.py": "1"}, None)
     with pytest.raises(WhetError, match=r"explorer 'x' .*: code of 'a.py'. One run would"):
         check_code("x", {"a.py": "1", "b.py": "2"}, {"a.py": "2", "b.py": "2"})
+
+
+def test_an_explorer_with_another_lease_than_its_trainer_is_refused(tmp_path: Path) -> None:
+    """By the shorter one the longer ends so late that the clock must have been set back: its tasks went to others."""
+    store = open_store(f"sqlite:///{tmp_path}/groups.db", queue="q", order="arrival")
+    sizes = {"groups_per_step": 2, "group_size": 1, "max_staleness": 0, "spare": 0}
+    queue = ExplorerQueue(store, owner="x", lease_s=60.0, reject=cast(Any, None), **sizes)
+    check_as_trainer(queue, {})  # a trainer of an earlier release says none
+    store.note("lease_s", 60)
+    check_as_trainer(queue, {})
+    store.note("lease_s", 300.0)
+    with pytest.raises(WhetError, match=r"explorer 'x' has buffer\.lease_s=60, the trainer 300; give all"):
+        check_as_trainer(queue, {})
 
 
 def test_a_bench_without_a_trainer_says_what_it_waited_for(tmp_path: Path) -> None:

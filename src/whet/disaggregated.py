@@ -103,7 +103,7 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
     try:
         if not await begun_by_trainer(weights, store):
             return
-        check_code(queue.owner, job.loaded.code, store.noted("code"))
+        check_as_trainer(queue, job.loaded.code)
         store.release(queue.owner)  # what an earlier process of this name had
         at(engine.version)
         explorer.in_flight.start(left=0)
@@ -210,6 +210,18 @@ def announced(first: Json, finished: Json) -> str:
     return "nothing" if first is None else f"but version {first} announced"
 
 
+def check_as_trainer(queue: ExplorerQueue, code: Mapping[str, str]) -> None:
+    """WhetError if an explorer has another lease or other code than its trainer. By a shorter lease the leases of the
+    other explorers would end too late to be true, and their tasks would be played again."""
+    theirs = queue.store.noted("lease_s")
+    if theirs not in (None, queue.lease_s):
+        raise WhetError(
+            f"explorer {queue.owner!r} has buffer.lease_s={queue.lease_s:g}, the trainer {theirs:g}; give all "
+            "processes of a run the same"
+        )
+    check_code(queue.owner, code, queue.store.noted("code"))
+
+
 def check_code(name: str, own: Mapping[str, str], trainers: Mapping[str, str] | None) -> None:
     """WhetError if an explorer of this name has other code of the user's than its trainer: digests by file."""
     if differing := other_code(trainers or {}, own):
@@ -230,8 +242,9 @@ async def follow(
 ) -> None:
     """Load every new version, until the trainer has finished the stage or a stop is requested.
 
-    code: digests of the user's code in this process. The trainer's are compared with them at every version, since a
-    trainer may have been restarted with other code. at: called with every version from which is sampled now.
+    code: digests of the user's code in this process, see `check_as_trainer`; that is asked at every version, since a
+    trainer may have been restarted with another config or code. at: called with every version from which is sampled
+    now.
     """
     context, monitor = explorer.context, explorer.context.monitor
     reported, before, idle = time.monotonic(), 0, Idle(weights)
@@ -240,7 +253,7 @@ async def follow(
         if queue.broken is not None:
             raise queue.broken
         if await weights.take():
-            check_code(context.cfg.buffer.explorer_name, code, queue.store.noted("code"))
+            check_as_trainer(queue, code)
             at(weights.engine.version)
         monitor.watch.beat("exploring")
         idle.look((queue.count, weights.receiver.version), busy=bool(explorer.in_flight.playing))

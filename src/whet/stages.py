@@ -105,6 +105,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
         job.models.environments.at(index, done or 0)
         job.records.display.stage(index, done=done or 0, steps=stage.context.plan.steps)
         stage.explorer.tell("code", dict(job.loaded.code))
+        stage.explorer.tell("lease_s", stage.context.cfg.buffer.lease_s)
         if not stage.ended:
             stage.explorer.tell("finished", None)  # as it was said of a stage that has more steps now
         stage.explorer.tell("began", await stage.weights.begin(resumed=start is not None))
