@@ -548,6 +548,40 @@ def test_a_state_of_other_data_or_another_seed_is_refused(tmp_path, tokenizer):
             stream(tokenizer, source).restore(state)
 
 
+def test_a_state_of_other_columns_that_rewards_read_is_refused(tmp_path, tokenizer):
+    rows = [{"prompt": f"a{i}", "tests": {"in": i}, "of": "x"} for i in range(3)]
+    source = SourceConfig(path=str(write(tmp_path / "a.jsonl", rows)), name="a", label="of")
+    state = json.loads(json.dumps(stream(tokenizer, source).state()))
+    stream(tokenizer, source).restore(state)
+    for column, value in (("tests", {"in": 7}), ("of", "y"), ("more", None)):
+        write(tmp_path / "a.jsonl", [*rows[:2], {**rows[2], column: value}])
+        with pytest.raises(CheckpointError, match="'a' has changed since the run was saved"):
+            stream(tokenizer, source).restore(state)
+        changed = stream(tokenizer, source).restore(state, changed=True)
+        assert [name for name, _, _ in changed] == ["a"]
+        before = {**state, "digests": [digest.partition("/")[0] for digest in state["digests"]]}
+        stream(tokenizer, source).restore(before)  # an earlier release had no digest of them
+        assert stream(tokenizer, source).restore(before, changed=True) == []
+
+
+def test_demonstrations_with_other_columns_are_the_same(tmp_path, tokenizer):
+    """Nothing reads these columns where a reply is imitated."""
+
+    def digest(note: str) -> str:
+        source = SourceConfig(rows=({"prompt": "a", "response": "b", "note": note},))
+        tasks = TaskStream(
+            [source],
+            DataConfig(),
+            tokenizer=tokenizer,
+            seed=0,
+            max_response_tokens=8,
+            learned="demonstrations",
+        )
+        return tasks.state()["digests"]
+
+    assert digest("x") == digest("y")
+
+
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (0.5, 0.3, 0.2), (5.0, 1.0, 1.0, 0.25)])
 def test_shares_hold_at_every_point(weights, tmp_path, tokenizer):
     sources = [numbered(tmp_path, f"s{i}", 2 + i, weight=w) for i, w in enumerate(weights)]

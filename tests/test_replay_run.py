@@ -412,8 +412,7 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
     assert again(run, 1).notes[0] == f"data {data} has changed since the run"
 
 
-def test_a_changed_column_that_a_reward_reads_is_told_of(tmp_path: Path) -> None:
-    """A checkpoint knows the prompts and answers of its rows; other columns are looked at by their file alone."""
+def test_a_changed_column_that_a_reward_reads_is_refused(tmp_path: Path) -> None:
     data, file = tmp_path / "words.jsonl", tmp_path / "rewards.py"
     file.write_text("def bonus(response, task, extra):\n    return float(extra)\n")
 
@@ -428,17 +427,13 @@ def test_a_changed_column_that_a_reward_reads_is_told_of(tmp_path: Path) -> None
     write(1)
     run = trained(tmp_path / "run", **own, train={"steps": 3})
     write(-1)
-    found = again(run, 3)
+    with pytest.raises(CheckpointError, match="Data source 'words' has changed"):
+        again(run, 3)
+    found = again(run, 1)
     assert found.notes[0] == f"data {data} has changed since the run"
     assert "rollouts/reward" in odd(found)
-    trained(run, **own, train={"steps": 4})
-    told = [
-        line
-        for line in (run / "run.log").read_text().splitlines()
-        if "has changed since the previous" in line
-    ]
-    assert len(told) == 1
-    assert str(data) in told[0]
+    with pytest.raises(CheckpointError, match="Data source 'words' has changed"):
+        trained(run, **own, train={"steps": 4})
 
 
 # ---------------------------------------------------------------- asynchronous runs

@@ -64,7 +64,8 @@ class Prepared:
     difficulty_KD: np.ndarray | None
     """[K, D] float64, of a source that names D columns of them."""
     digest: str
-    """Digest of the tokens, difficulties and training texts: a resumed run checks with it that its data is the same."""
+    """Digest of the tokens, difficulties, answers and training texts: a resumed run checks with it that its data is the
+    same. Where rewards and environments use rows, a slash and the digest of their labels and other columns follow."""
     widest: tuple[Task, ...]
     """For each label, a task with every column that some row of the source has: what rewards may ask for by name."""
 
@@ -166,7 +167,7 @@ class _Work:
 
 def _prepare(work: _Work) -> Prepared:
     rows = read_rows(work.source, vocabulary=work.tokenizer.vocab_size)
-    digest = hashlib.blake2b(rows.name.encode(), digest_size=16)
+    digest, others = (hashlib.blake2b(rows.name.encode(), digest_size=16) for _ in range(2))
     numbers: list[int] = []
     lengths: list[int] = []
     pieces: list[np.ndarray] = []
@@ -186,6 +187,8 @@ def _prepare(work: _Work) -> Prepared:
             answered |= f.answer is not None
             if is_asked_by_env(work.source):
                 digest.update(_others(f.extra).encode(errors="surrogatepass"))
+            if work.learned is None:
+                others.update(repr((f.label, _others(f.extra))).encode(errors="surrogatepass"))
             digest.update(
                 repr((f.answer, f.response, f.rejected, f.extra.get("desirable"))).encode(
                     errors="surrogatepass"
@@ -220,7 +223,7 @@ def _prepare(work: _Work) -> Prepared:
         end_K=end_K,
         token_ids=token_ids,
         difficulty_KD=difficulty_KD,
-        digest=digest.hexdigest(),
+        digest=digest.hexdigest() + (f"/{others.hexdigest()}" if work.learned is None else ""),
         widest=tuple(_widest(work.source, rows, label, answered=answered) for label in labels),
     )
 
@@ -245,10 +248,11 @@ def _batch(
 ) -> list[tuple[int, Fields, list[int]]]:
     """(row number, fields, prompt tokens) of the rows begin .. end-1 that may be drawn. Adds to `found`."""
     kept: list[tuple[int, Fields]] = []
-    for i, row in enumerate(rows.slice(begin, end, used(work.source)), begin):
+    columns = None if work.learned is None else used(work.source)
+    for i, row in enumerate(rows.slice(begin, end, columns), begin):
         try:
             fields, held_out = _read(work, rows, i, row)
-        except DataError:  # told of the row with all its columns; this one has those alone that are read
+        except DataError:  # told of the row with all its columns; this one may have those alone that are read
             fields, held_out = _read(work, rows, i, rows.row(i))
         found |= fields.found
         if held_out:

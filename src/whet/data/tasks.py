@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CHANGED = (
-    "Data source {name!r} has changed since the run was saved (rows, prompts, filters, tokenizer or answers): restore "
-    "the data, start a new run, or resume with the changed data as a branch: `whet train --change`."
+    "Data source {name!r} has changed since the run was saved (rows, prompts, filters, tokenizer, answers or other "
+    "columns): restore the data, start a new run, or resume with the changed data as a branch: `whet train --change`."
 )
 
 
@@ -236,14 +236,14 @@ class TaskStream:
                 self._restore_where_same(state)
             was = dict(zip(state["sources"], state["digests"]))
             both = [(n, was[n], d) for n, d in zip(here["sources"], here["digests"]) if n in was]
-            return [(name, old, new) for name, old, new in both if old != new]
+            return [(name, old, new) for name, old, new in both if not _same_rows(old, new)]
         if other := [k for k in ("seed", "sources") if state[k] != here[k]]:
             raise CheckpointError(
                 f"The task stream was saved with {other[0]} {state[other[0]]!r}, but this one has "
                 f"{here[other[0]]!r}, so it cannot resume. `whet train --change` resumes as a branch."
             )
         for name, old, new in zip(here["sources"], state["digests"], here["digests"]):
-            if old != new:
+            if not _same_rows(old, new):
                 raise CheckpointError(_CHANGED.format(name=name))
         self._drawn_S = np.array(state["drawn"], dtype=np.int64)
         if self.learns:
@@ -258,7 +258,8 @@ class TaskStream:
     def _restore_where_same(self, state: dict[str, Json]) -> None:
         """What an order has learned stays where nothing it has learned from is another; else it begins anew."""
         here, before = self.state(), state.get("order")
-        same = [state[name] == here[name] for name in ("seed", "sources", "digests")]
+        same = [state[name] == here[name] for name in ("seed", "sources")]
+        same += map(_same_rows, state["digests"], here["digests"])
         if before and all(same) and all(before[name] == here["order"][name] for name in ("name", "columns")):
             self._restore_learned(before)
         else:
@@ -275,6 +276,11 @@ class TaskStream:
         if learns(order):
             out[uid] = row
         return self._sources[s].task(row, uid)
+
+
+def _same_rows(before: str, now: str) -> bool:
+    """Whether two digests of a source are of the same rows. One of an earlier release has no part for other columns."""
+    return before in (now, now.partition("/")[0])
 
 
 class _Weighted:
