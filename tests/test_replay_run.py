@@ -501,6 +501,17 @@ def test_log_probs_by_a_damaged_checkpoint(asynchronous: Path, tmp_path: Path) -
             logprobs.rescored(recorded, 0, 3)
 
 
+def test_log_probs_need_no_data(tmp_path: Path) -> None:
+    data = tmp_path / "words.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"a{c}", "answer": c}) + "\n" for c in "bcdefghijklm"))
+    held = {"path": str(data), "name": "held"}
+    sources = {"train": [{"path": str(data)}], "eval": [held], "exclude_eval": False, "max_prompt_tokens": 8}
+    sampled = {"sources": {"held": {"sampling": {"temperature": 0.5}}}}
+    run = trained(tmp_path / "run", data=sources, eval=sampled, train={"steps": 1, "tasks_per_step": 4})
+    data.unlink()
+    assert logprobs.rescored(read(run), 0, 1).equal
+
+
 def test_log_probs_of_an_overlapped_step_by_the_weights_before(stages: Path) -> None:
     """Those of step 4 were sampled after step 2, by the weights of checkpoint ahead 2."""
     found = logprobs.rescored(read(stages), 3, 4)

@@ -14,6 +14,8 @@ from whet import environment
 from whet.api import Stop, run_loop
 from whet.bench import alone
 from whet.checkpoint import Damaged, state_of
+from whet.config.load import Loaded
+from whet.config.schema import Config
 from whet.replay.run import aside, opened
 from whet.replay.steps import Recorded, ReplayStart
 from whet.track.compare import ComparedColumn, ValueDifference, by_name, same, token_place
@@ -101,7 +103,8 @@ def _by_policy(
     recorded: Recorded, stage: int, step: int, rows: Rows, known: Mapping[int, ReplayStart]
 ) -> tuple[list[ComparedColumn], bool]:
     """What is compared, and `Rescored.close`."""
-    with aside(recorded, step) as (home, loaded), ExitStack() as stack:
+    bare = replace(recorded, loaded=_without_data(recorded.loaded))
+    with aside(bare, step) as (home, loaded), ExitStack() as stack:
         setup_logging(home, level=loaded.config.track.log_level)
         stack.callback(close_logging)
         with environment.importing():
@@ -109,11 +112,11 @@ def _by_policy(
             from whet.envs.opened import Environments
             from whet.job import alike
             from whet.learner import untrained
-            from whet.stages import begin
+            from whet.stages import begin_evaluation
         planned = [replace(plan, models_elsewhere=False) for plan in recorded.plans]
         job = opened(alone(loaded), planned, [], Environments(), Stop(), stack)
         stack.callback(lambda: run_loop(job.close()))
-        context = begin(job, stage).context
+        context, _ = begin_evaluation(job, stage)
         # as sampled, not as trained
         train = context.cfg.train.model_copy(update={"temperature": None})
         policy = untrained(
@@ -127,6 +130,16 @@ def _by_policy(
         cfg = recorded.loaded.config
         native = cfg.rollout.engine == "native" and cfg.sync.dtype == "auto"
         return out, not (native and alike(recorded.loaded))
+
+
+def _without_data(loaded: Loaded) -> Loaded:
+    """The config without sources: the record has the tokens, and the data may be gone."""
+
+    def one(cfg: Config) -> Config:
+        data = cfg.data.model_copy(update={"train": (), "eval": (), "demonstrations": ()})
+        return cfg.model_copy(update={"data": data, "eval": cfg.eval.model_copy(update={"sources": {}})})
+
+    return replace(loaded, config=one(loaded.config), stages=tuple(map(one, loaded.stages)))
 
 
 def _compared(rows: Rows, logp_N: Tensor, version: int, name: str) -> ComparedColumn:
