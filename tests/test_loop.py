@@ -142,7 +142,7 @@ def rejecting(rng: random.Random, keep: float) -> Any:
 def toy(
     *, steps: int = 30, mode: str = "synchronous", keep: float = 1.0, chunk: int = TASKS, max_staleness: int = 0,
     seed: int = 0, spare: int = 0, max_refills: int | None = None, handler: Reply | None = None,
-    slots: int | None = None, sync_interval: int = 1,
+    slots: int | None = None, sync_interval: int = 1, partial_rollout: bool = True,
 ) -> Toy:  # fmt: skip
     rng = random.Random(seed)
 
@@ -151,7 +151,7 @@ def toy(
         return [7, 1]
 
     tree: dict[str, Any] = {"rollout": {"max_staleness": max_staleness, "timeout_s": 20.0, "retries": 0}}
-    tree["rollout"]["sync_interval"] = sync_interval
+    tree["rollout"] |= {"sync_interval": sync_interval, "partial_rollout": partial_rollout}
     if max_refills is not None:
         tree["algorithm"] = {"max_refills": max_refills}
     cfg = Config.model_validate(tree)

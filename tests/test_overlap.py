@@ -13,20 +13,23 @@ import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial as partial_of
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
 import whet
+from codecs_numbers import Numbers
 from forked import Started
 from test_loop import SIZE, TASKS, toy
 from test_staleness import run as small_run
 from whet.checkpoint import copied
+from whet.envs.env import EnvStep, World
 from whet.loop import steps as loop_steps
-from whet.types import WhetError
+from whet.types import Message, Sampling, Task, WhetError
 
 
 def slow_one(slow: set[int], *, seconds: float = 60.0) -> Any:
@@ -192,6 +195,38 @@ def test_a_group_that_is_given_up_frees_its_slots() -> None:
     run.go(within=30)
     assert len(run.learner.rollouts) == 6 * TASKS * SIZE
     assert not run.explorer.slots.open
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_episodes_end_before_a_sync_unless_they_may_go_on_after_it(partial: bool) -> None:
+    """Those of task 1 have two turns. Between them they wait for a sync: then the engine has nothing to finish. The
+    sync waits for them, or they get what they wait for."""
+    run = toy(mode="asynchronous", steps=4, max_staleness=3, partial_rollout=partial)
+    synced: list[bool] = []
+
+    class TwoTurns:
+        def __init__(self, task: Task, world: World) -> None:
+            self.turns = 1 if task.uid == 1 else 0
+
+        async def first(self) -> list[Message]:
+            return []
+
+        async def step(self, reply: Message) -> EnvStep:
+            if self.turns:
+                self.turns -= 1
+                end = time.monotonic() + (20.0 if partial else 1.0)
+                while run.engine.version == 0 and time.monotonic() < end:
+                    await asyncio.sleep(0.01)
+                synced.append(run.engine.version > 0)
+                return EnvStep([Message("user", "7")], done=False)
+            return EnvStep(done=True)
+
+    play, sampling = cast(Any, run.explorer.play), Sampling(max_tokens=4)
+    run.explorer.play = partial_of(play, make_env=TwoTurns, codec=Numbers(), sampling=sampling)
+    run.go()
+    assert synced == [partial] * SIZE
+    trained = [r for r in run.learner.rollouts if r.task.uid == 1]
+    assert [(len(r.turns), len(r.sampled_versions)) for r in trained] == [(2, 1 + partial)] * SIZE
 
 
 def test_interrupted_rollouts_go_on_under_the_new_weights() -> None:

@@ -37,6 +37,7 @@ from whet.models.lora import twin
 from whet.recorder import open_recorder
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import WeightUpdate
+from whet.rollout.gate import Door
 from whet.rollout.replica import Replica
 from whet.rollout.router import Router
 from whet.rollout.scripted import ScriptedEngine
@@ -265,9 +266,13 @@ class Barriers:
     seen: list[tuple[int, int, int]] = field(default_factory=list)
     """Step, version to come, and the engine's version of each barrier."""
     explored: int = 0
+    in_flight: Any = field(default_factory=lambda: SimpleNamespace(door=Door()))
 
     async def barrier(self, step: int, version: int) -> None:
+        assert self.in_flight.door.opened is not None, "no task begins before the weights have changed"
         self.seen.append((step, version, self.engine.version))
+
+    async def rollouts_over(self) -> None: ...
 
 
 def policy_of(at: Given) -> TorchEngine:

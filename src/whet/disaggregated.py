@@ -154,10 +154,17 @@ class Followed:
             self.seen = written
         return another
 
+    def newer(self) -> int | None:
+        """The newest version, if it is not here."""
+        newest = self.transport.newest()
+        if newest is None or (self.reached(newest) and not self._is_another(newest)):
+            return None
+        return newest
+
     async def take(self) -> bool:
         """Take a newer version if there is one, or this one again if the trainer has other weights for it now."""
-        newest, finish = self.transport.newest(), not self.context.cfg.rollout.partial_rollout
-        if newest is None or (self.reached(newest) and not self._is_another(newest)):
+        newest, finish = self.newer(), not self.context.cfg.rollout.partial_rollout
+        if newest is None:
             return False
         try:
             await self.receiver.load(self.engine, newest, finish=finish, again=True)
@@ -252,7 +259,7 @@ async def follow(
     while not context.stopping and not queue.store.noted("finished"):
         if queue.broken is not None:
             raise queue.broken
-        if await weights.take():
+        if weights.newer() is not None and await take_between(explorer, weights):
             check_as_trainer(queue, code)
             at(weights.engine.version)
         monitor.watch.beat("exploring")
@@ -265,6 +272,14 @@ async def follow(
             )
         await asyncio.sleep(LOOK_S)
     monitor.display.message(f"explored {queue.count} groups of stage {context.name!r}")
+
+
+async def take_between(explorer: Explorer, weights: Followed) -> bool:
+    """`Followed.take` while rollouts are sampled: they end before it where they may not go on with other weights."""
+    with explorer.in_flight.door.held():
+        if not explorer.context.cfg.rollout.partial_rollout:
+            await explorer.rollouts_over()
+        return await weights.take()
 
 
 class Idle:

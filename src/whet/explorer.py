@@ -39,6 +39,7 @@ from whet.job import Models, decoder_of
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.episode import greedy, play_groups, sampling_by_source, to_sampling
+from whet.rollout.gate import Door
 from whet.rollout.limits import limits_of
 from whet.rollout.pace import Pace
 from whet.rollout.slots import Slots, slots_of
@@ -139,6 +140,13 @@ class Explorer:
             self.ahead.cancel()
             await asyncio.gather(self.ahead, return_exceptions=True)
         await self.in_flight.close()
+
+    async def rollouts_over(self) -> None:
+        """Wait until the rollouts in flight are over, with all their turns, of which an engine would finish one. Their
+        rewards need not be there. With the door held, else others begin."""
+        if self.in_flight.begun:
+            over = self.slots.over(self.in_flight.begun)
+            await self.context.monitor.wait(over, "the rollouts in flight", within=self.group_deadline)
 
     # -- sampling
 
@@ -326,6 +334,10 @@ class InFlight:
         """Under way when the checkpoint was written: asked before anything else. Their room is taken already."""
         self.playing: dict[int, asyncio.Task[None]] = {}
         """By task uid."""
+        self.door = Door()
+        """Held: no task begins, and what is requested meanwhile is sampled by the weights that come."""
+        self.begun: set[int] = set()
+        """Uids of those in `playing` that have come through it."""
         self.asking: asyncio.Task[None] | None = None
 
     def start(self, left: int) -> None:
@@ -363,8 +375,16 @@ class InFlight:
     def _play(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
             self.slots.taken(task)
-            playing = self.playing[task.uid] = asyncio.create_task(self.explore([task]))
+            playing = self.playing[task.uid] = asyncio.create_task(self._begin(task))
             playing.add_done_callback(partial(self._played, task.uid))
+
+    async def _begin(self, task: Task) -> None:
+        await self.door.wait()
+        self.begun.add(task.uid)
+        try:
+            await self.explore([task])
+        finally:
+            self.begun.discard(task.uid)
 
     def _played(self, uid: int, playing: asyncio.Task[None]) -> None:
         self.playing.pop(uid, None)

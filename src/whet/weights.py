@@ -70,8 +70,17 @@ class Weights:
     async def publish(self, step: int, explorer: Explorer) -> Metrics:
         """One more version of the policy. From here engine.version == policy.version, save with
         rollout.sync_interval > 1. Returns what was measured to prove it."""
-        await explorer.barrier(step, self.policy.version + 1)
-        due = self.due(step, lambda: explorer.explored)
+        with explorer.in_flight.door.held():
+            await explorer.barrier(step, self.policy.version + 1)
+            due = self.due(step, lambda: explorer.explored)
+            if due and not self.interrupts:
+                await explorer.rollouts_over()
+            measured = await self._publish(due=due)
+        if due:
+            self.explored_at_sync = explorer.explored
+        return measured
+
+    async def _publish(self, *, due: bool) -> Metrics:
         if due or self.context.algorithm.kind == "online":
             await self._place("gpu", "the servers to wake up")
         how = simulated(self.context.cfg.train)
@@ -88,10 +97,7 @@ class Weights:
             out=self.out,
         )
         within = deadlines.sync(self.context.cfg)
-        measured = await self.context.monitor.wait(publishing, "the weight sync", within=within)
-        if due:
-            self.explored_at_sync = explorer.explored
-        return measured
+        return await self.context.monitor.wait(publishing, "the weight sync", within=within)
 
     def due(self, step: int, explored: Callable[[], int]) -> bool:
         """Whether the step after `step` steps ends in a weight sync: every so many steps where the stage samples,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from whet.types import WhetError
 
@@ -24,6 +24,15 @@ class Door:
         if self.opened is not None:
             self.opened.set()
             self.opened = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Shut inside it."""
+        self.shut()
+        try:
+            yield
+        finally:
+            self.open()
 
     async def wait(self) -> None:
         while self.opened is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from whet.config.engines import engines_of
 from whet.config.schema import Config
 from whet.rollout.engine import RolloutEngine
+from whet.rollout.gate import News
 from whet.rollout.router import Router
 from whet.types import Task
 
@@ -35,14 +35,16 @@ class Slots:
         self.count, self.group_size = count, group_size
         self.open: Counter[int] = Counter()
         """Rollouts that are not over, by task uid."""
-        self.freed = asyncio.Event()
+        self.freed = News()
 
     async def free(self) -> int:
         """Wait for a slot. Returns the number of groups to be requested: enough to fill all slots."""
-        while (n := self._groups()) == 0:
-            self.freed.clear()
-            await self.freed.wait()
-        return n
+        await self.freed.until(lambda: self._groups() > 0)
+        return self._groups()
+
+    async def over(self, uids: Collection[int]) -> None:
+        """Wait until every rollout of these tasks is over."""
+        await self.freed.until(lambda: not any(self.open[uid] for uid in uids))
 
     def _groups(self) -> int:
         if (count := self.count()) is None:
@@ -57,9 +59,9 @@ class Slots:
         """A rollout of it is over."""
         if task.uid in self.open:
             self.open[task.uid] -= 1
-            self.freed.set()
+            self.freed.tell()
 
     def left(self, uid: int) -> None:
         """The task is over, finished or given up."""
         del self.open[uid]
-        self.freed.set()
+        self.freed.tell()

@@ -142,7 +142,7 @@ class RolloutConfig(Section):
     would be older than max_staleness are dropped and counted."""
     partial_rollout: bool = True
     """schedule=async: at a weight sync, rollouts in flight continue under the new weights, each token with its version.
-    false: rollouts in flight first finish under the old weights."""
+    false: rollouts in flight first finish under the old weights, with all their turns."""
     spare_tasks: Count = 0
     """schedule=async: number of tasks requested in addition to those of the steps, so that no step waits for the last
     rollouts."""
