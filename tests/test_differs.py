@@ -246,4 +246,5 @@ def test_what_an_sft_file_does_not_read_differs_from_nothing() -> None:
         return {text.split("=")[0].split(".")[-1] for text in found} - {"loss_agg_mode", "enable_thinking"}
 
     assert told("sft") == set()
-    assert told("grpo") == {"default_workflow_type", "selector_type", "train_batch_size", "ratio"}
+    read = {"default_workflow_type", "selector_type", "train_batch_size", "ratio", "repeat_times"}
+    assert told("grpo") == read
