@@ -499,6 +499,10 @@ def test_a_rank_by_hand():
     )
     dealt = rank_held(*uneven, "train.micro_batch_rollouts=8")  # 1 1 1 2, 1 1 1 2
     assert dealt["policy"] == 4 * (4 * LAYER + ends)
+    further = (*few, "model.mtp={layers: 2, coef: 0.5}")
+    copies = rank_held(*further, "train.parallel.dp_replicate=2")["policy"]
+    assert copies > whole + 2 * 4 * LAYER
+    assert rank_held(*further, "train.parallel.dp_shard=2")["policy"] == copies // 2
 
 
 def test_the_tensors_of_a_rank_are_those_of_its_module():

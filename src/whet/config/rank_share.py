@@ -24,6 +24,8 @@ Tensors = Mapping[str, tuple[int, ...]]
 BUCKET = 1 << 25
 """Number of gradients that are summed over the ranks in one call (`models.sharded`)."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_REST = -1
+"""In the place of a layer's number: tensors of none."""
 _WHOLE = ("norm", *ROUTERS, "o_proj.bias", "down_proj.bias")
 """Tensors that tp does not shard: ends or parts of names."""
 
@@ -57,25 +59,23 @@ def part(
     shard = shards(layout)
     held = {name: _cut(name, size, layout) for name, size in shape.tensors.items()}
     mine = _stage(held, shape, layout, at)
-    layers = [0] * shape.layers
+    by_layer: dict[int, dict[str, tuple[int, ...]]] = {_REST: {}}
     for name, size in mine.items():
-        if found := _LAYER.search(name):
-            layers[int(found[1])] += prod(size)
+        by_layer.setdefault(_layer(name), {})[name] = size
+    layers = {at: sum(map(prod, tensors.values())) for at, tensors in by_layer.items() if at != _REST}
     small = {
         name: _sharded(size, shard // layout.ep if ".experts." in name else shard)
         for name, size in mine.items()
     }
-    by_layer: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.layers + 1)]  # the last: the rest
-    for name, size in mine.items():
-        by_layer[int(found[1]) if (found := _LAYER.search(name)) else -1][name] = size
-    learned = [learns(tensors, lora, trainable).learned for tensors in by_layer]
+    learned = {at: learns(tensors, lora, trainable).learned for at, tensors in by_layer.items()}
+    rest = learned.pop(_REST)
     own = learns(small, lora, trainable)
     if shard > 1:
         own = replace(own, adapted=0)
     vocab = None if shape.vocab_size is None else -(-shape.vocab_size // layout.tp)
     local = replace(
         shape,
-        layers=sum(map(bool, layers)),
+        layers=sum(at < shape.layers for at in layers),  # those that predict further tokens come after them
         heads=max(1, shape.heads // layout.tp),
         kv_heads=max(1, shape.kv_heads // layout.tp),
         ffn=shape.ffn // layout.tp,
@@ -87,10 +87,16 @@ def part(
         shape=local,
         learns=own,
         whole=sum(map(prod, shape.tensors.values())),
-        layer=max(layers) if cut else 0,
-        rest=sum(map(prod, mine.values())) - sum(layers) if cut else 0,
-        learned=(max(learned[:-1]), learned[-1]) if cut else (0, 0),
+        layer=max(layers.values(), default=0) if cut else 0,
+        rest=sum(map(prod, mine.values())) - sum(layers.values()) if cut else 0,
+        learned=(max(learned.values(), default=0), rest) if cut else (0, 0),
     )
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a tensor is of; _REST of none."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else _REST
 
 
 def _stage(tensors: Tensors, shape: Shape, layout: ParallelConfig, at: int) -> Tensors:
@@ -101,8 +107,8 @@ def _stage(tensors: Tensors, shape: Shape, layout: ParallelConfig, at: int) -> T
     first, last = at == 0, at == layout.pp - 1
 
     def mine(name: str) -> bool:
-        if found := _LAYER.search(name):
-            return bisect_right(ends, int(found[1])) % layout.pp == at
+        if (layer := _layer(name)) != _REST:
+            return min(bisect_right(ends, layer), parts - 1) % layout.pp == at
         if "embed_tokens" in name:
             return first or (last and shape.tied)
         return last
