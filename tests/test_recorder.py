@@ -571,3 +571,10 @@ def test_an_export_that_fails_is_copied_nowhere(tmp_path: Path) -> None:
 def test_the_last_step_s_export_is_the_stage_s_own(tmp_path: Path, export: bool, due: list[int]) -> None:
     at = stand(tmp_path, checkpoint={"export": export, "export_interval": 2})
     assert [done for done in range(1, 7) if at.recorder.export_due(done)] == due
+
+
+def test_exports_may_follow_epochs(tmp_path: Path) -> None:
+    at = stand(tmp_path, checkpoint={"export": True, "export_interval": (4, "1 epoch")})
+    plan: Any = at.recorder.context.plan
+    plan.rows, plan.sampled_tasks_per_step = 6, 2
+    assert [done for done in range(1, 7) if at.recorder.export_due(done)] == [3, 4], "of 6 steps in 2 epochs"

@@ -396,6 +396,8 @@ def test_checkpoints_exports_and_trackers() -> None:
         "checkpoint.export_interval": 5,
         "dirs.export": "out/skyrl/a",
     }
+    newer = exports | {VERSION: "0.2"}
+    assert run.export(newer)["checkpoint.export_interval"] == [5, "1 epoch"], "and the end of each epoch"
     assert run.trackers(values()) == {"track.trackers": ["wandb", "jsonl"]}
     both = values(trainer__logger=["console", "mlflow", "tensorboard"])
     assert run.trackers(both) == {"track.trackers": ["console", "mlflow", "tensorboard", "jsonl"]}

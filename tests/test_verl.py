@@ -1044,6 +1044,12 @@ def test_sft_evaluates_after_each_epoch() -> None:
     assert found["eval.interval"] == "1 epoch"
 
 
+@pytest.mark.parametrize("given", [{}, {"trainer.checkpoint.save_contents": ["hf_model"]}])
+def test_sft_exports_after_each_epoch(given: dict[str, Json]) -> None:
+    found = sft.checkpoints(values({"trainer.save_freq": "after_each_epoch", **given}, "verl-sft"))
+    assert found["checkpoint.export_interval"] == "1 epoch", "verl's checkpoint is a Hugging Face folder"
+
+
 def test_an_estimator_may_be_a_function_of_ones_own() -> None:
     given: dict[str, Json] = {"algorithm.adv_estimator": "mine.py:leave_one_out"}
     assert algorithm.advantage(values(given)) == {

@@ -49,8 +49,9 @@ class CheckpointConfig(Section):
     is then not bit for bit the uninterrupted run."""
     export: bool = True
     """Write a Hugging Face folder `export/STAGE` at the end of each stage."""
-    export_interval: Count = 0
-    """Steps between further exports, to `export/STAGE-step-N`; all are kept. 0: none."""
+    export_interval: Interval = 0
+    """Steps between further exports, to `export/STAGE-step-N`, or what `interval` takes beside them; all are kept.
+    0: none."""
     export_as: Literal["merged", "adapter"] = "merged"
     """With model.lora: export the whole model with the adapters merged into its weights, or only the adapters, in the
     format of peft."""

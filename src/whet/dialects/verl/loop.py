@@ -136,7 +136,7 @@ def check_loaded(key: str, loaded: list[str]) -> None:
         raise ConfigError(f"{key}={shown(loaded)} has no model, and a run cannot resume without its weights")
 
 
-def exports_only(every: int) -> Native:
+def exports_only(every: Json) -> Native:
     return {"checkpoint.interval": 0, "checkpoint.export": True, "checkpoint.export_interval": every}
 
 

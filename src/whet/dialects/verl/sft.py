@@ -223,8 +223,8 @@ def dtype(v: Values) -> Native:
 
 def checkpoints(v: Values) -> Native:
     """The older trainer's checkpoints are Hugging Face folders, so each is exported; else the contents say so."""
-    every, epochs = v["trainer.save_freq"], v["trainer.save_freq"] == "after_each_epoch"
-    every = 0 if epochs else max(every, 0)
+    every = v["trainer.save_freq"]
+    every = "1 epoch" if every == "after_each_epoch" else max(every, 0)
     saved, loaded = (contents(v, f"trainer.checkpoint.{which}_contents") for which in ("save", "load"))
     if "model" in saved and "extra" not in loaded:
         raise NotSupportedYet(
@@ -236,7 +236,7 @@ def checkpoints(v: Values) -> Native:
     check_loaded("trainer.checkpoint.load_contents", loaded)
     exports = not over_engines(v) or "hf_model" in saved
     return {
-        "checkpoint.interval": "1 epoch" if epochs else every,
+        "checkpoint.interval": every,
         "checkpoint.keep": v["trainer.max_ckpt_to_keep"],
         "checkpoint.save_contents": [part for part in PARTS if part in saved],
         "checkpoint.load_contents": [part for part in PARTS if part in loaded],
