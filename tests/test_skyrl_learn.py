@@ -143,17 +143,38 @@ def test_corrections() -> None:
         **{
             OFF + "sequence_mask_metric": "geometric",
             OFF + "outlier_token_is_threshold_low": 1e-4,
+            OFF + "token_mask_is_threshold_low": 0.5,
             OFF + "token_mask_is_threshold_high": 9.0,
         }
     )
     assert learn.correction(masks)[f"{at}.reject"] == [
         {"over": "mean", "low": 0.99, "high": 1.01},
         {"over": "max", "low": 1e-4},
-        {"over": "token", "high": 9.0},
+        {"over": "token", "low": 0.5, "high": 9.0},
     ]
     assert "tis_imp_ratio_cap > 0" in refusal(learn.correction, **{KL + "use_tis": True})
     both: dict[str, Json] = {KL + "use_tis": True, OFF + "tis_ratio_type": "token"}
     assert "are the same setting" in refusal(learn.correction, **both)
+    for end in ("low", "high"):
+        one = refusal(learn.correction, **{f"{OFF}token_mask_is_threshold_{end}": 2.0})
+        assert "masks no token where only one" in one
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "cross_entropy", "importance_sampling"])
+@pytest.mark.parametrize("key", ["tis_ratio_type", "outlier_token_is_threshold_high"])
+def test_losses_that_read_no_correction(loss: str, key: str) -> None:
+    given = {KL + "ppo_loss_type": loss, OFF + key: "token" if key == "tis_ratio_type" else 9.0}
+    assert f"{loss} reads no off-policy correction" in refusal(learn.correction, **given)
+    assert learn.correction(values(**{KL + "ppo_loss_type": loss})) == {}
+
+
+def test_until_train_0_4_the_loss_of_ppo_alone_is_corrected() -> None:
+    tis: dict[str, Json] = {KL + "use_tis": True, KL + "tis_imp_ratio_cap": 3.0}
+    gspo = {**tis, KL + "ppo_loss_type": "gspo"}
+    assert learn.correction(values("train-0.4", **gspo))["algorithm.correction.weight.high"] == 3.0
+    assert learn.correction(values("train-0.3", **tis))["algorithm.correction.weight.high"] == 3.0
+    with pytest.raises(ConfigError, match="gspo reads no off-policy correction"):
+        learn.correction(values("train-0.3", **gspo))
 
 
 def test_groups_and_entropy() -> None:

@@ -133,9 +133,21 @@ def correction(v: Values) -> Native:
     reject = [*mask, *outliers, *_bounds(v, "token_mask", "token")]
     if not weight and not reject:
         return NOTHING
+    if (loss := v[f"{A}.ppo_loss_type"]) in _uncorrected(v):
+        raise ConfigError(
+            f"{A}.policy_loss_type={loss} reads no off-policy correction in SkyRL: leave {A}.use_tis and {OFF} out, or "
+            "take another loss"
+        )
     kept = since(v, "train-0.4") and not since(v, "0.2")
     out = weight | ({"algorithm.correction.reject": reject} if reject else {})
     return out | {"algorithm.correction.denominator": "kept" if kept and reject else "all"}
+
+
+def _uncorrected(v: Values) -> tuple[str, ...]:
+    """Losses that no correction touches: before train-0.4 all but those of PPO."""
+    if v[f"{A}.use_tis"] and not since(v, "train-0.4"):
+        return tuple(kind for kind in choices("skyrl", "loss") if kind not in ("regular", "dual_clip"))
+    return "clip_cov", "kl_cov", "cross_entropy", "importance_sampling"
 
 
 def _weight(v: Values) -> Native:
