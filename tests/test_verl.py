@@ -362,7 +362,7 @@ def test_aggregations() -> None:
     assert tuple(algorithm.reduction(values(norm)).values()) == ("token-sum-norm", 512)
     assert tuple(algorithm.reduction(values(norm | {A + "loss_scale_factor": 7})).values())[1] == 7
     gspo = {LOSS + "loss_mode": "gspo"}
-    newer = {**values(gspo | {A + "loss_agg_mode": "seq-mean-token-sum"}), VERSION: "main"}
+    newer = {**values(gspo | {A + "loss_agg_mode": "seq-mean-token-sum"}), VERSION: "0.9.1"}
     assert algorithm.reduction(newer) == {"algorithm.loss_agg_mode": "seq-mean-token-sum"}
     assert algorithm.reduction(values(gspo)) == {"algorithm.loss_agg_mode": "seq-mean-token-mean"}
     entropy = algorithm.reduction(values(gspo | {A + "entropy_coeff": 0.01}))

@@ -87,7 +87,7 @@ def dynamic_sampling(v: Values) -> Native:
 LOSSES = choices("verl", "loss")
 
 BY_SEQUENCE = ("gspo", "sapo", "geo_mean")
-"""Losses that verl averages over sequences, whatever loss_agg_mode says; gspo until 0.9.0: after it, it honours
+"""Losses that verl averages over sequences, whatever loss_agg_mode says; gspo until 0.9.1, which honours
 loss_agg_mode."""
 
 
@@ -157,7 +157,7 @@ def reduction(v: Values) -> Native:
     """Counts are those of the whole mini batch (verl's present rule), so no cut of it changes the gradient."""
     mode = aggregation(v, f"{ACTOR}.loss_agg_mode")
     name = loss_of(v)
-    if name in BY_SEQUENCE and not (name == "gspo" and since(v, "verl", "main")):
+    if name in BY_SEQUENCE and not (name == "gspo" and since(v, "verl", "0.9.1")):
         own = mode == "token-mean" and v[f"{ACTOR}.entropy_coeff"] != 0
         return {
             "algorithm.loss_agg_mode": "seq-mean-token-mean",
@@ -254,6 +254,11 @@ def weighs_some_nothing(v: Values) -> bool:
     """Whether there are tokens of weight 0 that stay in verl's averages. Beside those that rollout_rs rejects whet
     cannot tell them apart."""
     return not bypasses(v) and _keeps_outside(v)
+
+
+def weighs_tokens(v: Values) -> bool:
+    """Whether each token has a weight of its own."""
+    return correction(v).get("algorithm.correction.weight") == "token"
 
 
 def bypasses(v: Values) -> bool:
