@@ -12,7 +12,7 @@ from whet.dialects.typed import choose
 from whet.dialects.uploads import place
 from whet.dialects.verl.optimizer import constant_rates
 from whet.dialects.verl.roles import ACTOR, CRITIC, REF, anywhere, has_critic, local, texts
-from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts, steps_of_a_version
+from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts, steps_of_a_version, updates_of_a_step
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- length and order
@@ -30,10 +30,23 @@ def schedule(v: Values) -> Native:
                 f"data.train_batch_size={prompts(v)} must be trainer.v1.separate_async.parameter_sync_step * "
                 f"{ACTOR}.ppo_mini_batch_size = {each}"
             )
+        _check_single_updates(v)
     if mode != "sync":
         most = max(v["trainer.v1.sampler.max_off_policy_threshold"], 1)
         return {"rollout.schedule": "async", "rollout.max_staleness": most}
     return {"rollout.max_staleness": 1} if apart else NOTHING
+
+
+def _check_single_updates(v: Values) -> None:
+    """What separate_async has of a mini batch before the next begins must be one optimizer step of each model."""
+    for role in (ACTOR, CRITIC) if has_critic(v) else (ACTOR,):
+        several = {f"{role}.ppo_epochs": 1, f"{role}.ppo_mini_batch_size": v[f"{ACTOR}.ppo_mini_batch_size"]}
+        for key, one in several.items():
+            if v[key] != one and updates_of_a_step(v) > 1:
+                raise NotSupportedYet(
+                    f"{key}={v[key]} with trainer.v1.trainer_mode=separate_async: several optimizer steps for one mini "
+                    f"batch before the next begins are coming, not built yet; set it to {one}"
+                )
 
 
 def _fully_async(v: Values) -> Native:

@@ -9,7 +9,7 @@ from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.typed import choose, share_of_steps
 from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, engine_of, has_critic
-from whet.dialects.verl.sizes import is_fully_async
+from whet.dialects.verl.sizes import is_fully_async, updates_of_a_step
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
@@ -26,7 +26,12 @@ def critic(v: Values) -> Native:
 def _of_role(v: Values, role: str, *, native: str) -> Native:
     at, engine = f"{role}.optim", engine_of(v)
     told = _without_length(v, at, engine) if is_fully_async(v) else v
-    return settings(told, at, native=native, engine=engine, clip=_clip(v, role))
+    if (updates := updates_of_a_step(v)) == 1:
+        return settings(told, at, native=native, engine=engine, clip=_clip(v, role))
+    steps = v["trainer.total_training_steps"]
+    told = {**v, "trainer.total_training_steps": None if steps is None else steps * updates}
+    made = settings(told, at, native=native, engine=engine, clip=_clip(v, role))
+    return {**made, f"{native}.schedule.unit": "optimizer_step"}
 
 
 def _without_length(v: Values, at: str, engine: str) -> Values:

@@ -132,6 +132,13 @@ def steps_of_a_version(v: Values) -> int:
     return int(v["async_training.trigger_parameter_sync_step"]) if is_fully_async(v) else 1
 
 
+def updates_of_a_step(v: Values) -> int:
+    """Mini batches of a training step that are updates of their own, each with a move of the learning rate: those
+    between two syncs of the trainer separate_async."""
+    alone = v["trainer.v1.trainer_mode"] == "separate_async"
+    return int(v["trainer.v1.separate_async.parameter_sync_step"]) if alone else 1
+
+
 def is_one_step_off(v: Values) -> bool:
     """verl's trainer that samples a step ahead, with engines of their own."""
     others = is_fully_async(v) or v["trainer.v1.trainer_mode"] != "sync"
