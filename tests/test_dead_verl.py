@@ -256,7 +256,8 @@ JUDGE: Given = {
     RM + "model.input_tokenizer": "policy",
     M + "path": "policy",
 }
-PENALTY: Given = {RM + "overlong_buffer.enable": True, RM + "overlong_buffer.len": 8}
+DAPO: Given = {RM + "reward_manager": "dapo"}
+PENALTY: Given = {**DAPO, RM + "overlong_buffer.enable": True, RM + "overlong_buffer.len": 8}
 DYNAMIC: Given = {**IN_LOSS, A + "use_dynamic_bsz": True}
 VALIDATION: Given = {R + "val_kwargs.do_sample": True, R + "val_kwargs.temperature": 0.7}
 CORRECTION = "algorithm.rollout_correction."
@@ -530,7 +531,7 @@ CONTEXTS: dict[str, Given] = {
     **{
         RM + key: JUDGE for key in ("max_length", "model.path", "model.input_tokenizer", "model.external_lib")
     },
-    RM + "overlong_buffer.enable": {RM + "overlong_buffer.len": 8},
+    RM + "overlong_buffer.enable": {**DAPO, RM + "overlong_buffer.len": 8},
     "algorithm.filter_groups.max_num_gen_batches": {
         "algorithm.filter_groups.enable": True,
         "algorithm.filter_groups.metric": "acc",

@@ -801,6 +801,11 @@ def test_modules_that_are_imported() -> None:
 def test_dapo() -> None:
     at = "reward_model.overlong_buffer."
     given = {at + "enable": True, at + "len": 128, at + "penalty_factor": 0.5}
+    for other in ("naive", "prime", "batch"):
+        assert "reward_manager=dapo alone" in refusal(
+            data.overlong_penalty, given | {"reward_model.reward_manager": other}
+        )
+    given["reward_model.reward_manager"] = "dapo"
     assert data.overlong_penalty(values(given)) == {
         "rewards.overlong.function": "overlong",
         "rewards.overlong.weight": 0.5,

@@ -52,7 +52,8 @@ def test_renamed_keys_mean_the_same() -> None:
         ("reward_model.overlong_buffer", "0.4.0"),
         ("reward.reward_kwargs.overlong_buffer_cfg", "0.9.0"),
     ):
-        assert made({**FITS, key: buffer}, version).tree["rewards"]["overlong"]["weight"] == 0.5
+        dapo = {**FITS, "reward_model.reward_manager": "dapo", key: buffer}
+        assert made(dapo, version).tree["rewards"]["overlong"]["weight"] == 0.5
     assert made({**FITS, "critic.fsdp.param_offload": True}, "0.8.0").tree["train"]["offload"] == ["critic"]
 
 
@@ -171,6 +172,29 @@ def test_the_asynchronous_trainers() -> None:
         {**fully, "trainer.test_freq": 5, "trainer.save_freq": 2, "data.val_files": "held.parquet"}, "0.7.1"
     ).tree
     assert (often["eval"]["interval"], often["checkpoint"]["interval"]) == (20, 8)
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "main", "0.9.1"])
+def test_separate_async_moves_the_rate_with_each_mini_batch(version: str) -> None:
+    """trainer_base.py: the schedule has total_training_steps * parameter_sync_step steps, one for each local update."""
+    given: dict[str, Json] = {
+        **FITS,
+        "actor_rollout_ref.hybrid_engine": False,
+        "trainer.v1.trainer_mode": "separate_async",
+        "trainer.v1.separate_async.parameter_sync_step": 4,
+        "data.train_batch_size": 64,
+        "algorithm.adv_estimator": "grpo",
+        A + "ppo_mini_batch_size": 16,
+        A + "ppo_micro_batch_size_per_gpu": 2,
+        A + "optim.lr_warmup_steps": 10,
+        "trainer.total_training_steps": 25,
+    }
+    tree = made(given, version).tree
+    schedule = tree["train"]["optimizer"]["schedule"]
+    assert (tree["train"]["minibatches"], tree["train"]["steps"]) == (4, 25)
+    assert (schedule["unit"], schedule["warmup_steps"], schedule["total_steps"]) == ("optimizer_step", 10, 100)
+    refused = told({**given, A + "ppo_epochs": 2}, version)
+    assert any("ppo_epochs=2 with trainer.v1.trainer_mode=separate_async" in text for text in refused)
 
 
 def test_the_trainer_that_is_a_step_ahead_compares_with_what_was_sampled() -> None:
