@@ -959,7 +959,9 @@ def test_sft_validation() -> None:
     assert sft.validation(values({"data.val_files": None}, "verl-sft")) == {}
     last = sft.validation(values({"trainer.test_freq": -1, "data.val_files": "v.parquet"}, "verl-sft"))
     assert "eval.interval" not in last
-    assert (last["data.eval.0.path"], last["eval.at_end"]) == ("v.parquet", True), "verl evaluates the last step"
+    assert (last["data.eval.0.path"], last["eval.at_end"]) == ("v.parquet", True), (
+        "verl evaluates the last step"
+    )
     made = sft.validation(values({"trainer.test_freq": 4, "data.val_files": "v.parquet"}, "verl-sft"))
     assert (made["data.eval.0.path"], made["data.eval.0.response"]) == ("v.parquet", "answer")
     assert (made["eval.interval"], made["eval.at_start"], made["eval.at_end"]) == (4, False, True)

@@ -192,7 +192,11 @@ def test_separate_async_moves_the_rate_with_each_mini_batch(version: str) -> Non
     tree = made(given, version).tree
     schedule = tree["train"]["optimizer"]["schedule"]
     assert (tree["train"]["minibatches"], tree["train"]["steps"]) == (4, 25)
-    assert (schedule["unit"], schedule["warmup_steps"], schedule["total_steps"]) == ("optimizer_step", 10, 100)
+    assert (schedule["unit"], schedule["warmup_steps"], schedule["total_steps"]) == (
+        "optimizer_step",
+        10,
+        100,
+    )
     refused = told({**given, A + "ppo_epochs": 2}, version)
     assert any("ppo_epochs=2 with trainer.v1.trainer_mode=separate_async" in text for text in refused)
 

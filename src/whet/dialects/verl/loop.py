@@ -12,7 +12,13 @@ from whet.dialects.typed import choose
 from whet.dialects.uploads import place
 from whet.dialects.verl.optimizer import constant_rates
 from whet.dialects.verl.roles import ACTOR, CRITIC, REF, anywhere, has_critic, local, texts
-from whet.dialects.verl.sizes import is_fully_async, mini_batches, prompts, steps_of_a_version, updates_of_a_step
+from whet.dialects.verl.sizes import (
+    is_fully_async,
+    mini_batches,
+    prompts,
+    steps_of_a_version,
+    updates_of_a_step,
+)
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- length and order
