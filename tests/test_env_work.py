@@ -464,6 +464,19 @@ REFUSED = {
 }
 
 
+def test_a_call_that_fails_is_told_with_the_line_of_the_environment(
+    work: Callable[..., RunWork], worlds: Callable[..., EnvHosts]
+) -> None:
+    asks = {
+        "Asks": '    await env.world.score("x", reward="lenght")',
+        "PlainAsks": "        return at_once(self.inner.score(*given, **named))",
+    }
+    for name, code in asks.items():
+        line = WORLDS.split("\n").index(code) + 1
+        failed = played(worlds("unknown", name).make, work("length"))
+        assert f" (worlds.py:{line}) in step (after turn 1)" in str(failed.error)
+
+
 @pytest.mark.parametrize("how", REFUSED)
 def test_a_call_that_comes_to_nothing_is_a_named_fault_of_its_episode(
     work: Callable[..., RunWork], worlds: Callable[..., EnvHosts], how: str

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import sysconfig
+from pathlib import Path
 
 from whet.secrets import redact
 
@@ -15,6 +17,8 @@ LARGEST = 1e12
 """Of a reward's size. Batches are float32, which ends at 3e38: squares of such numbers still add up, over all rollouts
 of a step and over all parameters of a gradient."""
 
+_WHET = str(Path(__file__).parents[1]) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
 MOST_SAID = 400
 """Characters of an exception's text."""
 
@@ -45,11 +49,18 @@ def said(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> tuple[str, int] | None:
-    """The file and the line that raised it."""
+    """The file and the line that raised it: the innermost that is not whet's nor Python's own, where there is one."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    places: list[tuple[str, int]] = []
+    while trace is not None:
+        places.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace else None
+    return next((at for at in reversed(places) if _is_foreign(at[0])), places[-1] if places else None)
+
+
+def _is_foreign(file: str) -> bool:
+    inside = file.startswith(_PYTHON) and "-packages" not in file
+    return not inside and not file.startswith((_WHET, "<frozen "))
 
 
 def describe(error: BaseException, *, name: bool = True) -> str:
