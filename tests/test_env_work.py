@@ -19,10 +19,12 @@ from test_environments import lines, rollouts, train, tree_in
 from test_judge import chat_model  # noqa: F401  a fixture
 from whet.config.load import load
 from whet.config.schema import Config, EnvironmentConfig
-from whet.envs.env import MakeEnv
+from whet.envs.env import EnvStep, MakeEnv, World
+from whet.envs.host import EnvHost
 from whet.envs.hosts import MOST_ASKED, EnvHosts
 from whet.envs.journal import Journal
 from whet.envs.journaled import journaled
+from whet.envs.marks import Marks
 from whet.envs.work import RunWork
 from whet.guard import program as program_module
 from whet.guard import sandbox
@@ -31,9 +33,10 @@ from whet.guard.program import run as run_programs
 from whet.judges import judges_of
 from whet.rehearsal.probe import probe
 from whet.rehearsal.shrink import shrink
+from whet.rewards.bind import pack_task
 from whet.rewards.combine import RewardSet
 from whet.tables import load_object
-from whet.types import Json, Rollout
+from whet.types import Json, Message, Rollout, Task
 
 needs_sandbox = pytest.mark.skipif(bool(sandbox.lacking()), reason=sandbox.lacking())
 
@@ -640,3 +643,56 @@ def test_a_rehearsal_lets_environments_ask_for_rewards_that_are_not_here(tmp_pat
     assert [f.kind for f in found.findings if f.what.startswith("rollout.env")] == ["works"]
     small = shrink(loaded, run_dir=tmp_path / "small", lost={}, broken=found.broken | found.untried)
     assert small["rewards"] == {"has": {"function": "whet.rewards.made_up:coin", "weight": 0.5}}
+
+
+def test_the_run_is_asked_only_while_a_call_of_the_environment_waits(tmp_path: Path) -> None:
+    """What is left running between two steps, and `close`, are refused at once, also in a thread."""
+    said: list[tuple[Any, ...]] = []
+    refused: list[str] = []
+    asking: list[World] = []
+
+    class Outside:
+        def __init__(self, task: Task, world: World) -> None:
+            asking.append(world)
+
+        async def first(self) -> list[Message]:
+            return []
+
+        async def step(self, reply: Message) -> EnvStep:
+            found = await self.world.score("x")
+            return EnvStep([Message("user", "7")], found.score, done=False)
+
+        def close(self) -> None:
+            refused.append(why())
+
+        @property
+        def world(self) -> World:
+            return asking[0]
+
+    def why() -> str:
+        with pytest.raises(RuntimeError) as caught:
+            asking[0].chat([Message("user", "9")])
+        return str(caught.value)
+
+    async def heard(host: EnvHost, kind: str, *what: Any, until: str) -> None:
+        host.heard(kind, 1, *what)
+        async with asyncio.timeout(30):
+            while not any(each[0] == until for each in said):
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        Marks.create(str(tmp_path / "marks"))
+        host = EnvHost(Outside, {}, 60.0, Marks(str(tmp_path / "marks")), lambda *what: said.append(what))
+        task = pack_task(Task(uid=0, source="s", prompt="p", token_ids=(1,)))
+        await heard(host, "first", task, 7, 0, 0, until="done")
+        refused.append(why())
+        said.clear()
+        await heard(host, "step", Message("assistant", "a").to_json(), until="score")
+        host.heard("reply", 1, said[0][2], {"score": 0.5, "parts": {}})
+        await heard(host, "none", until="done")
+        refused.append(await asyncio.to_thread(why))
+        await heard(host, "close", until="closed")
+
+    asyncio.run(main())
+    between = "world.chat: a call of the environment has returned; ask in `first` or `step`, and await the answer there"
+    assert refused == [between, between, "world.chat: the episode has ended"]

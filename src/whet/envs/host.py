@@ -63,6 +63,10 @@ LINE = 2000
 MOST_BYTES = 32 * 2**20
 """Longest message of a host: two texts of `env.MOST_TEXT` characters, escaped (12 bytes each at most)."""
 
+BETWEEN = "a call of the environment has returned; ask in `first` or `step`, and await the answer there"
+OVER = "the episode has ended"
+"""Why the run is asked nothing."""
+
 Say = Callable[..., None]
 """Sends a message. Raises one of UNSAYABLE for what is not JSON, or has more than MOST_BYTES."""
 UNSAYABLE = (TypeError, ValueError, RecursionError)
@@ -120,6 +124,8 @@ class HostWorld(World):
         super().__init__(key, self._chat, work=HostWork(self.send), index=index, attempt=attempt)
         self.number, self.slot, self.host = number, slot, host
         self.waiting: dict[int, RunCall] = {}
+        self.refused: str | None = None
+        """Why nothing may be asked now. None: it may, and is answered before the environment's call returns."""
         self._lock = threading.Lock()
         self._since = 0.0
         self._paused_s = 0.0
@@ -149,10 +155,12 @@ class HostWorld(World):
         else:
             asked.answer.set_result(READ[asked.name](value))
 
-    def abandon(self) -> None:
-        """Nobody answers any more."""
+    def abandon(self, why: str) -> None:
+        """Nobody answers any more: neither what is asked now, nor what threads and tasks ask later."""
+        with self._lock:
+            self.refused = why
         for call in list(self.waiting):
-            self.answered(call, None, "the episode has ended")
+            self.answered(call, None, why)
 
     def unanswered(self) -> str:
         """The calls under way, by name; '' for none."""
@@ -165,6 +173,8 @@ class HostWorld(World):
         """Ask the run: the answer, for a plain method, or else what is awaited for it."""
         call, future = next(self.host.calls), Future[Any]()
         with self._lock:
+            if self.refused is not None:
+                raise RuntimeError(f"world.{name}: {self.refused}")
             if not self.waiting:
                 self._since = self.host.clock.peek()
             self.waiting[call] = RunCall(name, future)
@@ -292,7 +302,7 @@ class EnvHost:
 
     async def close(self, playing: Playing) -> None:
         """End one episode, whatever it does; its `close` has CLOSE_S."""
-        playing.world.abandon()
+        playing.world.abandon(OVER)
         cut = playing.task is not None and not playing.task.done()
         if playing.task is not None and cut:
             playing.task.cancel()
@@ -378,6 +388,8 @@ class EnvHost:
         """(its value, None) or (None, what it raised), and which calls of the run had no answer when it returned; they
         are abandoned. Async code runs here, other code in the episode's thread."""
         mark = (self.marks, playing.slot, playing.number)
+        if playing.number in self.playing:  # else it is `close` that is called
+            playing.world.refused = None
         try:
             bare = function.func if isinstance(function, partial) else function
             value = function() if inspect.iscoroutinefunction(bare) else await self._thread(playing, function)
@@ -387,7 +399,7 @@ class EnvHost:
         except BaseException as error:  # noqa: BLE001  foreign code, SystemExit included
             return None, error, ""
         unanswered = playing.world.unanswered()  # now: a moment later the answer may be there
-        playing.world.abandon()
+        playing.world.abandon(BETWEEN)
         return value, None, unanswered
 
     async def _thread(self, playing: Playing, function: Callable[[], Any]) -> Any:
