@@ -546,6 +546,20 @@ def test_what_an_environment_says_is_bounded() -> None:
     assert "first messages have 1 tokens" in none.error
 
 
+class Silent(Sums):
+    async def step(self, reply: Message) -> EnvStep:
+        return EnvStep(reward=1.0, done=False)
+
+
+def test_an_episode_that_goes_on_without_messages_is_a_fault_of_its_environment() -> None:
+    error = play(Silent, 1)[10].error
+    assert error is not None
+    assert error.startswith(
+        "env bad value: EnvStep with done=False, but without messages or a history; expected"
+    )
+    assert play(Silent, 1, limits=EpisodeLimits(max_turns=1))[10].stop_reason == "turns"
+
+
 class Crowds(Sums):
     """Asks for as many replies as a rollout may have, and one more, all at once."""
 
@@ -1015,11 +1029,12 @@ def test_closed_hosts_leave_no_process(opened: Opened) -> None:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (EnvStep(reward="1"), "EnvStep.reward"),  # type: ignore[arg-type]
+        (EnvStep(reward="1"), "the text '1' as EnvStep.reward; expected a finite number$"),  # type: ignore[arg-type]
         (EnvStep(done=1), "EnvStep.done: int"),  # type: ignore[arg-type]
         (EnvStep(fault=3), "EnvStep.fault: int"),  # type: ignore[arg-type]
         (EnvStep(parts={"a": float("inf")}), "EnvStep.parts"),
         (EnvStep(parts={1: 1.0}), "EnvStep.parts"),  # type: ignore[dict-item]
+        (EnvStep(parts={str(n): 1.0 for n in range(257)}), "EnvStep.parts: 257 entries; expected a dict of"),
         (EnvStep(history=[]), "EnvStep.history: an empty list"),
         (EnvStep(messages=[Message("user", 3)]), "role or content is not a text"),  # type: ignore[arg-type]
         (EnvStep([Message("user", "go on")], 0.5), "with messages or a history, but without done"),

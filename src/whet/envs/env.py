@@ -395,9 +395,8 @@ def _state(value: Json) -> Json:
 
 def _parts(value: object) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > MOST_PARTS:
-        raise ValueError(
-            f"EnvStep.parts: {type(value).__name__}; expected a dict of at most {MOST_PARTS} numbers"
-        )
+        given = f"{len(value)} entries" if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"EnvStep.parts: {given}; expected a dict of at most {MOST_PARTS} numbers")
     for key in value:
         if type(key) is not str or not 0 < len(key) <= 100:
             raise ValueError("EnvStep.parts: a key that is not a text of at most 100 characters")

@@ -92,14 +92,15 @@ def is_number(value: object) -> bool:
 
 def number(value: object, where: str = "") -> float:
     """A finite float of at most LARGEST in size, of a bool, int, float or one-element numpy or torch value. ValueError
-    says what else it was."""
+    says what else it was. where: of which part of a value; '' for a whole one, which may be a dict of numbers."""
+    one = "a finite number" if where else "a finite number or a dict of them"
     if hasattr(value, "item"):
         try:
             value = value.item()
         except (TypeError, ValueError, RuntimeError) as error:  # an array of several entries, or none
-            raise ValueError(f"{type(value).__name__}{where}: {said(error)}; expected {_ONE}") from error
+            raise ValueError(f"{type(value).__name__}{where}: {said(error)}; expected {one}") from error
     if not isinstance(value, bool | int | float):
-        raise ValueError(f"{_given(value)}{where}; expected {_ONE}")
+        raise ValueError(f"{_given(value)}{where}; expected {one}")
     try:
         out = float(value)
     except OverflowError as error:
@@ -116,5 +117,4 @@ def _given(value: object) -> str:
     return f"the text {words(repr(value), 60)}" if isinstance(value, str) else type(value).__name__
 
 
-_ONE = "a finite number or a dict of them"
 _EXPECTED = f"a finite number between {-LARGEST:g} and {LARGEST:g}"

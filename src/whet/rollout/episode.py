@@ -469,6 +469,11 @@ def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopRea
     """Add the environment's messages, if the limits leave room for them and for a reply: else the limit that does not.
     A conversation that does not extend the tokens there begins a strand, named `fork`."""
     assert play.codec is not None
+    if not step.messages and step.history is None:
+        raise EnvFault(
+            "bad value: EnvStep with done=False, but without messages or a history; expected what the policy "
+            "replies to, or done=True"
+        )
     strand, there = episode.strand, episode.strand.token_ids
     before = episode.conversation if step.history is None else step.history
     conversation, whole = [*before, *step.messages], None
