@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from whet.config.load import load
 from whet.config.plan import plans
 from whet.envs.env import EnvStep, World
 from whet.rollout.episode import play_groups
-from whet.rollout.limits import EpisodeLimits
+from whet.rollout.limits import EpisodeLimits, limits_of
 from whet.rollout.scripted import ScriptedEngine
-from whet.types import ConfigError, Message, Rollout, Sampling, Task
+from whet.types import ConfigError, Message, Rollout, Sampling, Task, ToolSpec
 
 ROOT = Path(__file__).parents[1]
 ON = 7
@@ -134,6 +135,50 @@ class Asks(Echo):
     async def step(self, reply: Message) -> EnvStep:
         await self.world.chat([Message("user", " ".join(["60"] * 10))])
         return EnvStep(messages=[], reward=1.0, done=True)
+
+
+class Described(Numbers):
+    """Shows the tools to the policy: ten tokens for each."""
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        return [60] * 10 * len(tools) + super().encode_prompt(messages)
+
+
+@pytest.mark.parametrize(
+    ("tools", "turns", "stop", "error"),
+    [
+        (0, [2, 2, 2], "tokens", None),
+        (1, [2, 2], "context", None),
+        (
+            2,
+            [],
+            "fault",
+            r"the prompt has 24 tokens .*data\.max_total_tokens=22 .*; raise data\.max_prompt_tokens",
+        ),
+    ],
+)
+def test_tools_end_a_rollout_where_the_engine_has_no_more_room(
+    tools: int, turns: list[int], stop: str, error: str | None
+) -> None:
+    """8 tokens of a prompt, 6 of replies and 8 of the environment are 22; the tools are counted nowhere else."""
+    env = {"make": "any:Env", "observation_tokens": 8}
+    rollout = {"group_size": 2, "sampling": {"max_tokens": 6}, "env": env}
+    data = {"train": BASE["data"]["train"], "max_prompt_tokens": 8, "chat": True}
+    loaded = load(None, (), {**BASE, "data": data, "rollout": rollout})
+    (stage,) = plans(loaded)
+    echo = Echo()
+    echo.tools = [ToolSpec(f"t{n}") for n in range(tools)]  # type: ignore[attr-defined]
+    (group,) = asyncio.run(
+        play_groups(
+            ScriptedEngine(lambda *_: [ON, 1], max_context=stage.max_sequence_tokens),
+            [Task(uid=1, source="s", prompt=(Message("user", "50 51"),), token_ids=(50, 51))],
+            group_size=1, sampling=Sampling(max_tokens=6), seed=1, purpose="train", decode=str, end_token_ids=[1],
+            timeout_s=20.0, make_env=lambda task, world: echo, codec=Described(), limits=limits_of(loaded.config),
+        )
+    )  # fmt: skip
+    (r,) = group.rollouts
+    assert re.search(error, str(r.error)) if error else r.error is None
+    assert ([turn.end - turn.start for turn in r.strand.turns], r.stop_reason) == (turns, stop)
 
 
 @pytest.mark.parametrize(

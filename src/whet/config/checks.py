@@ -21,9 +21,8 @@ from whet.config.evaluation import (
     all_sampling,
     eval_problems,
     longest_reply,
+    longest_rollout,
     observation_tokens,
-    tokens_after_prompt,
-    total_tokens,
     writes_replies,
 )
 from whet.config.functions import ORDERS, PRIORITIES
@@ -125,8 +124,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
         return
     yield from stop_tokens(cfg, found.vocab_size if found else None)
     (reply, key), told = longest_reply(cfg), observation_tokens(cfg)
-    longest = cfg.data.max_prompt_tokens + tokens_after_prompt(cfg, reply)
-    longest = min(longest, total_tokens(cfg, reply) or longest)
+    longest = longest_rollout(cfg)
     if found and found.max_positions and longest > found.max_positions:
         limit = "model.scratch.max_position_embeddings" if new else "the model's max_position_embeddings"
         fix = f"raise {limit} or lower" if new else "lower"

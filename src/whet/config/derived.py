@@ -9,6 +9,7 @@ from typing import Literal
 
 from whet.config import schedules, sizes
 from whet.config.checks_parallel import ranks_of
+from whet.config.evaluation import longest_rollout
 from whet.config.functions import Kind
 from whet.config.groups import sampled_tasks
 from whet.config.learns import ROUTERS, Learns, is_matrix, is_stack
@@ -187,8 +188,7 @@ class Plan:
 
     @property
     def max_sequence_tokens(self) -> int:
-        longest = self.cfg.data.max_prompt_tokens + self.reply_tokens
-        return min(longest, self.total_tokens or longest)
+        return longest_rollout(self.cfg)
 
     @property
     def generates(self) -> bool:

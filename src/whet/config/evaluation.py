@@ -118,6 +118,13 @@ def total_tokens(cfg: Config, max_tokens: int) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def longest_rollout(cfg: Config) -> int:
+    """The most tokens of a rollout with its prompt."""
+    reply, _ = longest_reply(cfg)
+    longest = cfg.data.max_prompt_tokens + tokens_after_prompt(cfg, reply)
+    return min(longest, total_tokens(cfg, reply) or longest)
+
+
 def merged(base: SamplingConfig, over: SamplingConfig | None) -> SamplingConfig:
     """The keys that `over` gives, over those of `base`."""
     return base.model_copy(update={k: getattr(over, k) for k in over.model_fields_set}) if over else base

@@ -456,7 +456,8 @@ async def _open(episode: Episode, play: Play, env: Env) -> None:
     if most is not None and length >= most:
         raise WhetError(
             f"the prompt has {length} tokens with the environment's tools and first messages; "
-            f"data.max_total_tokens={most} leaves none for a reply"
+            f"data.max_total_tokens={most} leaves none for a reply; raise data.max_prompt_tokens, and max_total_tokens "
+            "where it is given"
         )
     if play.limits.input_tokens is not None and length > play.limits.input_tokens:
         raise WhetError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from whet.config.evaluation import longest_rollout
 from whet.config.schema import Config
 
 MaxTokensPer = Literal["rollout", "turn"]
@@ -29,7 +30,8 @@ class EpisodeLimits:
     tokens_after_prompt: int | None = None
     """Tokens of a strand after the prompt, sampled or not ('context')."""
     max_total_tokens: int | None = None
-    """Tokens of a strand, prompt included ('context')."""
+    """Tokens of a strand, prompt included ('context'). With an environment there is always such a limit: the engine has
+    one, and the tools of an environment add to a prompt."""
 
     setup_s: float = 0.0
     """Seconds that making the environment and its first messages may take, beside the episode's own."""
@@ -54,4 +56,6 @@ def limits_of(cfg: Config) -> EpisodeLimits:
     env = {} if given is None else {name: getattr(given, name) for name in own}
     if given is not None:
         env["setup_s"] = 2 * given.timeout_s  # one call makes it, one asks for its first messages
-    return EpisodeLimits(**env, max_total_tokens=cfg.data.max_total_tokens)
+    return EpisodeLimits(
+        **env, max_total_tokens=cfg.data.max_total_tokens if given is None else longest_rollout(cfg)
+    )
