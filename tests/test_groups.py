@@ -368,21 +368,65 @@ def test_copies_fill_a_step_that_is_short_of_groups() -> None:
     buffer = open_buffer(3, 2, reject=reject, copies=True)
     found = asyncio.run(fill(buffer, [rewarded(1.0, 0.0), rewarded(1.0, 1.0), rewarded(0.0, 0.0)]))
     assert len(found) == 1
-    assert buffer.dropped == 0
-    again = open_buffer(3, 2, reject=reject, copies=True)
-    again.dropped = 2
-    other = open_buffer(3, 2, reject=reject, copies=True)
-    other.restore(again.state())
-    assert other.dropped == 2
+    assert not buffer.dropped
+
+
+def of_task(uid: int, right: bool) -> Group:
+    """Of rewards that differ, or are all 0."""
+    task = replace(TASK, uid=uid)
+    return Group(task, tuple(replace(rollout(i, reward=float(right and i)), task=task) for i in range(2)))
+
+
+def two_steps_ahead() -> Buffer:
+    """Copies, and room for two steps of four groups."""
+    reject = partial(uninformative, drop_uniform=True, weights={})
+    return Buffer(
+        groups_per_step=4, group_size=2, max_staleness=1, ledger=Ledger(), reject=reject, copies=True
+    )
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_copies_stand_in_the_step_whose_groups_were_dropped(resumed: bool) -> None:
+    """Where the groups of the step after it wait, too."""
+
+    async def steps() -> list[list[int]]:
+        buffer = two_steps_ahead()
+        for first, right in ((0, (1, 0, 1, 0)), (4, (1, 1, 1, 1))):
+            await buffer.room(at_most=4)
+            await buffer.put([of_task(first + i, bool(x)) for i, x in enumerate(right)], asked=4)
+        assert (buffer.there, buffer.ready) == (8, True)
+        if resumed:
+            state, buffer = buffer.state(), two_steps_ahead()
+            buffer.restore(state)
+        return [[g.task.uid for g in await buffer.take(7)] for _ in range(2)]
+
+    assert asyncio.run(steps()) == [[0, 2], [4, 5, 6, 7]]
 
 
 def test_copies_of_nothing_fill_nothing() -> None:
-    buffer = open_buffer(1, 2, reject=lambda g: "uniform", copies=True)
-    assert asyncio.run(fill(buffer, [rewarded(1.0, 1.0)])) == []
-    assert not buffer.ready
+    """Neither now nor later: the next group is not copied in place of all that were dropped before it."""
+
+    async def one_by_one() -> list[int]:
+        buffer = two_steps_ahead()
+        found = []
+        for uid, right in enumerate([0] * 9 + [1, 0, 1, 0, 1]):
+            await buffer.room(at_most=1)
+            await buffer.put([of_task(uid, bool(right))], asked=1)
+            found.append(buffer.there)
+        assert len(await buffer.take(7)) == 2
+        return found
+
+    assert asyncio.run(one_by_one()) == [0] * 9 + [1, 2, 3, 4, 5]
+
+
+def test_a_checkpoint_whose_dropped_groups_are_of_no_step_is_read() -> None:
+    """As former releases wrote it."""
+    buffer = two_steps_ahead()
+    buffer.restore(buffer.state() | {"dropped": 2})
+    assert buffer.there == 0
 
 
 def test_without_copies_dropped_groups_are_asked_for_again() -> None:
     buffer = open_buffer(2, 2, reject=partial(uninformative, drop_uniform=True, weights={}))
     assert asyncio.run(fill(buffer, [rewarded(1.0, 0.0), rewarded(1.0, 1.0)])) == []
-    assert (buffer.held, buffer.dropped) == (1, 0)
+    assert (buffer.held, buffer.there) == (1, 1)

@@ -83,7 +83,7 @@ def _state() -> dict[str, Any]:
     waiting.restore(
         {
             "waiting": [encode(Group(first, tuple(_rollout(first, n) for n in range(2))))],
-            "dropped": 1,
+            "dropped": [1],
             "steps": 1,
             "replay": None,
         }

@@ -78,8 +78,9 @@ class Buffer:
         """Steps taken so far."""
         self.copies = copies
         """Copies of other groups stand for dropped ones: a step may be short of them."""
-        self.dropped = 0
-        """Groups that copies will stand for."""
+        self.dropped = Counter[int]()
+        """Groups that copies will stand for, by the task uid of the group that waits before them: they are of its step.
+        Where none waits, there is nothing to copy."""
         self.waiting: list[Group] = []
         self.under_way: dict[int, InFlightTask] = {}
         """By task uid."""
@@ -113,7 +114,7 @@ class Buffer:
     @property
     def there(self) -> int:
         """Groups that wait, those counted that copies stand for."""
-        return len(self.waiting) + self.dropped if self.waiting else 0
+        return len(self.waiting) + self.dropped.total()
 
     @property
     def whole(self) -> bool:
@@ -194,7 +195,8 @@ class Buffer:
             self._book_left()
         else:
             self.waiting += kept
-        self.dropped += asked - len(kept) if self.copies else 0
+        if self.copies and self.waiting:
+            self.dropped[self.waiting[-1].task.uid] += asked - len(kept)
         self.unused += asked - len(kept)
         self.held -= asked - len(kept)
         await self._tell()
@@ -228,6 +230,8 @@ class Buffer:
         late = [u for u, asked in self.under_way.items() if asked.version + self.max_staleness < version]
         self.waiting = [g for g in self.waiting if g.task.uid not in old]
         self.left += [self.played.pop(uid) for uid in old]
+        for uid in old:
+            del self.dropped[uid]
         for uid in late:
             del self.under_way[uid]
         if old or late:
@@ -256,10 +260,12 @@ class Buffer:
                 out = self.queue.draw(n, step=self.steps, version=version)
                 self._book_left()
             else:
-                if len(self.waiting) > n:
+                if self.there > n:
                     self.waiting.sort(key=_oldest)  # they are the next to become too old
-                out, self.waiting = self.waiting[:n], self.waiting[n:]
-            self.dropped = max(0, self.dropped - (n - len(out)))
+                left, out = self.there - n, []
+                while self.there > left and self.waiting:
+                    out.append(group := self.waiting.pop(0))
+                    del self.dropped[group.task.uid]
             self.unused = 0
         fresh = [group for group in out if group.task.uid in self.played]
         for group in fresh:
@@ -306,7 +312,7 @@ class Buffer:
     def state(self) -> Json:
         return {
             "waiting": [encode(self.played[g.task.uid]) for g in self.fresh],
-            "dropped": self.dropped,
+            "dropped": [self.dropped[g.task.uid] for g in self.fresh],
             "steps": self.steps,
             "replay": self.replay.state() if self.replay is not None else None,
             "under_way": [asked.task.to_json() for asked in self.under_way.values()],
@@ -321,7 +327,9 @@ class Buffer:
             self.waiting = [self.refine(without_failed(g))[0] for g in played]
         again = [Task.from_json(task) for task in state["under_way"]]
         self.asked(again, version)
-        self.held, self.dropped = len(played) + len(again), state["dropped"]
+        self.held = len(played) + len(again)
+        if isinstance(dropped := state["dropped"], list):  # older checkpoints have a number for all together
+            self.dropped = Counter({g.task.uid: n for g, n in zip(played, dropped)})
         self.steps = state["steps"]
         self.left = [restored(group) for group in state.get("left", ())]  # older checkpoints lack them
         if self.replay is not None and state["replay"] is not None:  # else there was none before a branch
