@@ -263,6 +263,46 @@ def test_half_a_letter_loses_no_answer(by_hand: Callable[..., McpServer], writte
     assert story(by_hand("raw"), lambda env: call(env, "echo", text=line), tool_timeout_s=20) == told
 
 
+def test_a_batch_has_several_answers(by_hand: Callable[..., McpServer]) -> None:
+    """As protocol 2025-03-26 has it."""
+    line = (
+        '[{"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": ""}}, '
+        '{"jsonrpc": "2.0", "id": ID, "result": {"content": [{"type": "text", "text": "found"}]}}]'
+    )
+    assert story(by_hand("raw"), lambda env: call(env, "echo", text=line), tool_timeout_s=20) == "found"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"jsonrpc": "2.0", "id": ID, "result": "found"}',
+        '{"id": ID, "result": {"content": []}}',
+        '[{"jsonrpc": "2.0", "id": ID, "result": ["found"]}]',
+        '{"jsonrpc": "2.0", "id": ID, "error": "no such document"}',
+    ],
+)
+def test_an_answer_that_is_no_json_rpc_is_a_fault_at_once(
+    by_hand: Callable[..., McpServer], line: str
+) -> None:
+    """It was dropped, and its call was late."""
+
+    async def play(env: ToolEnv) -> str:
+        with pytest.raises(EnvFault) as error:
+            await call(env, "echo", text=line)
+        return str(error.value)
+
+    said = story(by_hand("raw"), play, tool_timeout_s=60)
+    assert "broke in echo: " in said
+    assert "its answer is no response of JSON-RPC 2.0: " + line.strip("[]").split("ID")[0] in said
+
+
+@pytest.mark.parametrize(
+    "line", ['{"id": 1, "level": "info"}', "7", "null", '{"result": 1}', '{"id": null, "error": 1}']
+)
+def test_what_a_server_prints_is_no_answer(line: str) -> None:
+    assert not mcp_module._messages(line.encode())
+
+
 @pytest.mark.parametrize(
     ("tool", "said"),
     [

@@ -34,6 +34,8 @@ MOST_LINE = 16 * 2**20
 """Bytes of one message of a server."""
 MOST_STDERR = 250
 """Characters of a server's standard error that an error repeats: the last ones."""
+MOST_SHOWN = 200
+"""Characters of an answer that is no message, in the error that it becomes."""
 KEPT_STDERR = 8 * MOST_STDERR
 """That are remembered: a cut may be in the middle of a secret, of which the rest would be told."""
 MOST_PAGES = 100
@@ -152,9 +154,9 @@ async def _call(server: McpServer, name: str, /, **arguments: Json) -> list[str]
 def _is_answer(error: Exception) -> bool:
     """The server answered, with an error of JSON-RPC."""
     from mcp import MCPError
-    from mcp_types import CONNECTION_CLOSED
+    from mcp_types import CONNECTION_CLOSED, PARSE_ERROR
 
-    return isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
+    return isinstance(error, MCPError) and error.code not in (CONNECTION_CLOSED, PARSE_ERROR)
 
 
 def _text(part: Any) -> str:
@@ -162,16 +164,36 @@ def _text(part: Any) -> str:
     return part.text if part.type == "text" else f"[{part.type}: not shown]"
 
 
-def _message(line: bytes) -> Any:
-    """A line of a server. Half a letter, as of a text that was cut (half a surrogate pair, or bytes that are no UTF-8),
-    is a mark in its place; the package refuses the message, and its call would have no answer. ValueError or
-    RecursionError for what is no message."""
+def _messages(line: bytes) -> list[Any]:
+    """The messages of a line of a server: one, or those of a batch. Half a letter, as of a text that was cut (half a
+    surrogate pair, or bytes that are no UTF-8), is a mark in its place. The package refuses what is no message, and its
+    call would have no answer: where it names its call, it becomes an error of it. ValueError or RecursionError for a
+    line that is no JSON."""
     from mcp_types import jsonrpc_message_adapter
 
     with suppress(ValueError):
-        return jsonrpc_message_adapter.validate_json(line, by_name=False)
-    found = json.dumps(json.loads(line.decode("utf-8", "replace")), ensure_ascii=False)
-    return jsonrpc_message_adapter.validate_json(found.encode("utf-8", "replace"), by_name=False)
+        return [jsonrpc_message_adapter.validate_json(line, by_name=False)]
+    found, out = json.loads(line.decode("utf-8", "replace")), []
+    for each in found if isinstance(found, list) else [found]:
+        text = json.dumps(each, ensure_ascii=False).encode("utf-8", "replace")
+        with suppress(ValueError):
+            try:
+                out.append(jsonrpc_message_adapter.validate_json(text, by_name=False))
+            except ValueError:
+                out.append(_no_answer(each, text.decode()))
+    return out
+
+
+def _no_answer(answer: Json, text: str) -> Any:
+    """The error of a call whose answer is no message. ValueError if it is not known to be an answer."""
+    from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
+
+    if not isinstance(answer, dict) or "method" in answer or not answer.keys() & {"result", "error"}:
+        raise ValueError("no answer")
+    if answer.get("id") is None:
+        raise ValueError("an answer to an unknown call")
+    why = f"its answer is no response of JSON-RPC 2.0: {text[:MOST_SHOWN]}"
+    return JSONRPCError(jsonrpc="2.0", id=answer["id"], error=ErrorData(code=PARSE_ERROR, message=why))
 
 
 class Session:
@@ -346,10 +368,11 @@ class Stdio:
         try:
             while line := await self.process.stdout.readline():
                 try:
-                    message = SessionMessage(_message(line))
+                    messages = _messages(line)
                 except (ValueError, RecursionError):
                     continue  # what a library prints there, for one
-                await heard.send(message)
+                for message in messages:
+                    await heard.send(SessionMessage(message))
             await self._waited()
         except ValueError:
             self.why = f"a message of it is longer than {MOST_LINE} bytes"
