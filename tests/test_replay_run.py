@@ -434,6 +434,7 @@ def test_a_changed_column_that_a_reward_reads_is_refused(tmp_path: Path) -> None
     assert "rollouts/reward" in odd(found)
     with pytest.raises(CheckpointError, match="Data source 'words' has changed"):
         trained(run, **own, train={"steps": 4})
+    assert again(run, 1).notes == found.notes, "a start that was refused trained no step"
 
 
 # ---------------------------------------------------------------- asynchronous runs

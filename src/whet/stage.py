@@ -60,6 +60,7 @@ class Stage:
         self.weights.restore(state)
         rows = self.learner.restore(state, changed=changed) + self.explorer.restore(state, changed=changed)
         other_rows(self.recorder.directory, rows, self.context.name, done)
+        self.recorder.directory.resumed()
         self.context.monitor.step = done
         return done
 

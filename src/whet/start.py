@@ -160,7 +160,8 @@ def check_record(directory: RunDirectory, start: RunStart) -> None:
 
 
 def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None:
-    """Write config.yaml and manifest.json; a resumed run records its changes."""
+    """Write config.yaml and manifest.json, which gets the start of a resumed run once its checkpoint has been taken; a
+    resumed run records its changes."""
     from whet.job import pick_device
     from whet.models.arithmetic import facts
     from whet.track import history
@@ -180,7 +181,10 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None
         history.write_down(directory, changes, start.state, unasked=start.code)
         set_aside_export(loaded, directory.path, start.state)
     directory.write_config(text)
-    directory.write_manifest(described)
+    if start.checkpoint and directory.last_start:
+        directory.resuming = described  # other data may be refused yet, and the record stays that of the former
+    else:
+        directory.write_manifest(described)
 
 
 def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:

@@ -103,6 +103,8 @@ class RunDirectory:
         except OSError as e:
             raise file_error(e, path) from e
         self.timeline = Timeline(path / "timeline.json")
+        self.resuming: dict[str, Json] | None = None
+        """The start of a run that resumes, until its checkpoint has been taken."""
 
     @property
     def identity(self) -> str:
@@ -128,6 +130,12 @@ class RunDirectory:
         write_json(
             self.path / "manifest.json", {**before, "starts": [*before.get("starts", []), dict(entry)]}
         )
+
+    def resumed(self) -> None:
+        """The checkpoint has been taken: from here on manifest.json has the start."""
+        if self.resuming is not None:
+            self.write_manifest(self.resuming)
+            self.resuming = None
 
     def write_changes(
         self, rows: Sequence[Mapping[str, Json]], *, since: tuple[int, int] | None = None
