@@ -150,6 +150,13 @@ def test_a_real_run_is_answered_as_its_files_say(trained: Path) -> None:
     assert [row[:3] for row in evals["rows"] if row[2] == "all"] == [[stage, n, "all"] for n in range(4)]
 
 
+def test_evaluations_are_drawn_over_the_steps_of_all_stages(made: Path) -> None:
+    """A stage begins after the last step of the one before, which need not be evaluated: here that of step 0 alone."""
+    told = ask(made, "api/runs/0/evals")
+    assert told["stages"] == [["sft", 2], ["grpo", 2]]
+    assert [row[:2] for row in told["rows"] if row[2] == "all"] == [["sft", 0], ["grpo", 0], ["grpo", 2]]
+
+
 def test_summaries_are_those_of_the_rollouts(trained: Path) -> None:
     stage = ShownRuns([trained]).runs[0].stages[0]
     listed = ask(trained, "api/runs/0/rollouts?files=all")

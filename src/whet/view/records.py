@@ -193,10 +193,12 @@ ALL = "all"
 
 
 def evals(ask: Ask) -> Json:
-    """Numbers of each evaluation by source, and the files of its replies."""
+    """Numbers of each evaluation by source, the stages with their last steps, and the files of the replies."""
     run = ask.run
     found: dict[tuple[str, int, str], dict[str, float | None]] = {}
+    stages: dict[str, int] = {}
     for line in run.lines("metrics.jsonl"):
+        stages[line["stage"]] = line["step"]
         for name, number in line.items():
             if name.startswith("eval/"):
                 source, what = parted(name)
@@ -206,6 +208,7 @@ def evals(ask: Ask) -> Json:
     return {
         "columns": names,
         "rows": [[*place, *(row.get(name) for name in names)] for place, row in found.items()],
+        "stages": [list(stage) for stage in stages.items()],
         "files": files_of(run, "eval"),
     }
 

@@ -437,12 +437,12 @@ export async function evaluationsPage(context) {
 
 /** A chart of each number; a curve for each source, over the steps of all stages. */
 function curves(told) {
-  const stages = [...new Set(told.rows.map((row) => row[0]))];
+  const stages = told.stages.map(([stage]) => stage);
   const sources = [...new Set(told.rows.map((row) => row[2]))];
   const starts = [];
-  stages.reduce((start, stage) => {
+  told.stages.reduce((start, [, steps]) => {
     starts.push(start);
-    return start + Math.max(...told.rows.filter((row) => row[0] === stage).map((row) => row[1]));
+    return start + steps;
   }, 0);
   const where = (x) => {
     const n = starts.findLastIndex((start) => x > start || start === 0);
