@@ -222,6 +222,9 @@ def test_each_status_of_a_row() -> None:
     assert (refused.status, refused.told) == (checks.NOT_COMPARED, "too large")
     assert checks.compared(_check(1e9, 1e9 + 0.5), told).status == checks.EQUAL, "relative to the number"
     assert checks.compared(_check(float("nan"), 1.0), told).status == checks.DIFFERS
+    nothing = checks.compared(replace(_check(1.0, 1.0), theirs=lambda _: {}), told)
+    assert nothing.status == checks.NOT_COMPARED, "nothing is equal to anything"
+    assert nothing.told.startswith("ValueError: theirs have no numbers; ours have x (")
 
 
 def test_a_row_shows_the_case_that_is_farthest_apart() -> None:

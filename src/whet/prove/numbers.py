@@ -99,11 +99,15 @@ def apart(one: Numbers, other: Numbers) -> Numbers:
 
 
 def difference(theirs: Numbers, ours: Numbers, names: tuple[str, ...], mask: Tensor) -> float:
-    """The largest difference, relative to the larger of 1 and their number; padded numbers count where sampled."""
-    if missing := [name for name in names or theirs if name not in ours]:
+    """The largest difference, relative to the larger of 1 and their number; padded numbers count where sampled. names:
+    what is compared; () for all that they have. ValueError where they have none, or ours lack one."""
+    names = names or tuple(theirs)
+    if not names:
+        raise ValueError(f"theirs have no numbers; ours have {', '.join(ours)}")
+    if missing := [name for name in names if name not in ours]:
         raise ValueError(f"theirs have {', '.join(missing)}; ours have {', '.join(ours)}")
     worst = 0.0
-    for name in names or tuple(theirs):
+    for name in names:
         a, b = theirs[name].detach().double(), ours[name].detach().double()
         if a.shape != b.shape:
             raise ValueError(f"{name}: theirs has shape {tuple(a.shape)}, ours {tuple(b.shape)}")
