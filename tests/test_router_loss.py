@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from grid import BIG, Layout, Way, error, learning, moved, pair, started
+from test_lora_experts import partly_dense
 from test_train_torch import CUT, pg_loss, random_groups, weighted
 from tiny import tiny_model
 from whet.batch import Batch, Loss, Outputs, pack, select
@@ -214,12 +216,13 @@ def test_routers_learn_to_spread() -> None:
 
 
 def test_ranks_have_the_same_term() -> None:
-    """Micro-batches of one rollout: where two ranks share three, one computes some that do not count."""
+    """Micro-batches of one rollout: where two ranks share three, one computes some that do not count. With the first
+    layer dense, the first rank of a pipeline has no router."""
     ranks = started(2)
     batch = select(weighted(), torch.arange(3))
     whole, each = AUX, replace(AUX, router_aux_each=True, router_z=0.05)
     try:
-        for dims, loss, cut in (
+        for dims, loss, given in (
             (Dims(dp_shard=2), pg_loss, whole),
             (Dims(dp_shard=2, ep=2), nothing, whole),
             (Dims(tp=2), nothing, whole),
@@ -229,9 +232,11 @@ def test_ranks_have_the_same_term() -> None:
             (Dims(tp=2), nothing, each),
             (Dims(cp=2), nothing, each),
             (Dims(pp=2), nothing, each),
+            (Dims(pp=2), nothing, (partly_dense, whole)),
+            (Dims(pp=2), nothing, (partly_dense, each)),
         ):
-            way = Way(replace(cut, max_rollouts=1))
-            model = tiny_model("qwen3_moe")
+            make, cut = given if isinstance(given, tuple) else (partial(tiny_model, "qwen3_moe"), given)
+            way, model = Way(replace(cut, max_rollouts=1)), make()
             before = {n: p.detach().clone() for n, p in learned(model)}
             one, many = pair(ranks, Layout(dims), way, model=model, **learning(optimizer=BIG))
             told = [engine.update(batch, loss) for engine in (one, many)]

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.config.sizes import config_sizes
 from whet.models.packing import PackedLayout
 from whet.types import ConfigError, Metrics
 
@@ -77,15 +78,16 @@ def gate_of(block: Any) -> Any:
     return getattr(block, "gate", getattr(block, "router", None))
 
 
-def routers(model: nn.Module) -> list[nn.Module]:
-    """The same. Errors: ConfigError where there are none."""
-    found = gates(model)
-    if not found:
+def mixture(model: Any) -> tuple[int, int]:
+    """The experts of a layer and of a token, by the config: a rank of a pipeline may have no layer with a router.
+    Errors: ConfigError for a model that is no mixture."""
+    sizes = config_sizes(model.config.get_text_config().to_dict())
+    if not (sizes["experts"] or gates(model)):
         raise ConfigError(
             f"train.router_aux_loss_coef, router_z_loss_coef: {type(model).__name__} has no routers to balance; set "
             "them to 0"
         )
-    return found
+    return sizes["experts"], sizes["experts_per_token"]
 
 
 def hook(model: nn.Module, *, answered: bool = False) -> None:
@@ -96,7 +98,7 @@ def hook(model: nn.Module, *, answered: bool = False) -> None:
             f"train.router_aux_loss_coef counts what routers choose, but those of {type(model).__name__} name the "
             "experts of train.router_replay in place of their choice; set one of the two to its default"
         )
-    for router in routers(model):
+    for router in gates(model):
         if _noted not in router._forward_hooks.values():
             router.register_forward_hook(_noted)
 
@@ -184,9 +186,10 @@ class RouterTerms:
         """
         self.coef, self.each, self.z = coef, each, z
         self.over, self.stages, self.alike = over, stages, alike
-        self.place = {id(router): at for at, router in enumerate(routers(model))}
+        self.among, self.experts = mixture(model)
+        self.place = {id(router): at for at, router in enumerate(gates(model))}
         self.found: Tensor | None = None
-        self.price_LX, self.experts, self.counts_now = torch.zeros(0, 0), 0, False
+        self.price_LX, self.counts_now = torch.zeros(0, 0), False
         self.tokens, self.squares = 0.0, torch.zeros(())
 
     def begin(self, tokens: Tensor) -> None:
@@ -206,9 +209,12 @@ class RouterTerms:
             yield
         finally:
             self.counts_now = False
-        assert self.found is not None, "no router output has been recorded"
-        for add in self.over:
-            add(self.found)
+        if self.place:
+            assert self.found is not None, "no router output has been recorded"
+            for add in self.over:
+                add(self.found)
+        else:
+            self.found = torch.zeros(2, 0, self.among, dtype=torch.float64, device=self.squares.device)
         load_LX = self.found[0]
         if not self.each:
             load_LX = self.stages(load_LX.sum(0)).expand_as(load_LX)
