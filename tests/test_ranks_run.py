@@ -111,6 +111,10 @@ def test_all_gpus_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
             "the 2 layers of the model cannot be split into 4 parts",
         ),
         (["train.parallel.pipeline_chunks=2"], "there is no pipeline"),
+        (
+            ["train.parallel.pp=2", "model.scratch.name=mimo"],
+            r"parallel.pp: a pipeline cannot be made of the layers of mimo \(model_type\), only of gemma, gpt_oss, llama,",
+        ),
         (["train.parallel.ep=2"], "2 does not divide dp_shard=1"),
         (["train.parallel.tp=4"], r"parallel.tp: 4 does not divide the 2 attention heads of the model"),
         (["train.parallel.cp=3"], r"parallel.cp: 3 does not divide the 2 attention heads of the model"),
@@ -147,6 +151,12 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -
 
     with pytest.raises(ConfigError, match=said):
         plans(given(*overrides))
+
+
+def test_the_families_of_pipelines_are_those_of_our_layers() -> None:
+    from whet.models.fused_forward import FAMILIES
+
+    assert set(checks_parallel.PIPELINES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("where", ["open_weights", "Weights.begin"])

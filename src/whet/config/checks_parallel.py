@@ -9,6 +9,10 @@ from whet.config.schema import Config, ParallelConfig
 from whet.config.sizes import shape
 
 
+PIPELINES = ("gemma", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Families whose layers a pipeline can be made of: those that `models.pipeline` knows."""
+
+
 def shards(p: ParallelConfig) -> int:
     """dp_shard; where it is -1, the number that the GPUs allow, at least 1."""
     others = p.dp_replicate * p.tp * p.cp * p.pp
@@ -84,6 +88,12 @@ def _sizes(cfg: Config) -> Iterator[tuple[str, str]]:
             f"{key}.pp",
             f"the {model.layers} layers of the model cannot be split into {parts} parts (pp * pipeline_chunks); choose "
             "a smaller pp or fewer chunks",
+        )
+    if model is not None and p.pp > 1 and model.family not in PIPELINES:
+        yield (
+            f"{key}.pp",
+            f"a pipeline cannot be made of the layers of {model.family or 'an unknown family'} (model_type), only of "
+            f"{', '.join(PIPELINES)}; set it to 1 and use dp_shard",
         )
     if model is not None and p.tp > 1 and model.family == "gpt_oss":
         yield (
