@@ -304,8 +304,10 @@ def test_a_tracker_that_the_defaults_alone_name_is_left_out_where_it_is_missing(
     if not installed:
         with pytest.raises(
             ConfigError, match=r"pip install 'whet\[wandb\]', or remove it: track.trackers=\[console,jsonl"
-        ):
+        ) as refused:
             plans(load(path, [named]))
+        assert "a skyrl file (it takes keys of whet as whet.KEY=VALUE):" in str(refused.value)
+        plans(load(path, [named, "whet.track.trackers=[console,jsonl]"]))
         done = CliRunner().invoke(cli.app, ["plan", path, named])
         assert done.exit_code == 0, done.output
         assert "wandb is not installed" in " ".join(done.output.split())

@@ -88,8 +88,12 @@ def plans(
             f"nothing to train: run `whet eval {what}`"
         )
 
+    foreign = ""
+    if loaded and loaded.translation:
+        foreign = f", a {loaded.translation.dialect} file (it takes keys of whet as whet.KEY=VALUE)"
+
     def refuse(problems: Iterable[Problem]) -> None:
-        _refuse([(loaded.where(key) if loaded else "", text) for key, text in problems], what)
+        _refuse([(loaded.where(key) if loaded else "", text) for key, text in problems], what + foreign)
 
     if trains and writes_replies(config):
         given = (
