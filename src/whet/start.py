@@ -182,7 +182,9 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None
         set_aside_export(loaded, directory.path, start.state)
     directory.write_config(text)
     if start.checkpoint and directory.last_start:
-        directory.resuming = described  # other data may be refused yet, and the record stays that of the former
+        directory.resuming = (
+            described  # other data may be refused yet, and the record stays that of the former
+        )
     else:
         directory.write_manifest(described)
 

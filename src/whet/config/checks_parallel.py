@@ -8,7 +8,6 @@ from whet.config.hardware import cuda_count
 from whet.config.schema import Config, ParallelConfig
 from whet.config.sizes import shape
 
-
 PIPELINES = ("gemma", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families whose layers a pipeline can be made of: those that `models.pipeline` knows."""
 

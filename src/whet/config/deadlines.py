@@ -24,6 +24,12 @@ def rollout(cfg: Config) -> Deadline:
     return Deadline(cfg.rollout.timeout_s, _said(cfg, "rollout.timeout_s"))
 
 
+def setup_s(cfg: Config) -> float:
+    """The longest set-up of an environment, which is no part of a rollout's time: one call makes it, one asks for its
+    first messages."""
+    return 0.0 if cfg.rollout.env is None else 2 * cfg.rollout.env.timeout_s
+
+
 def sync(cfg: Config) -> Deadline:
     """A weight sync: rollouts in flight finish, then the weights are sent."""
     if not cfg.rollout.replicas and cfg.rollout.engine not in SERVED:
@@ -33,11 +39,12 @@ def sync(cfg: Config) -> Deadline:
 
 
 def group(cfg: Config, *, judges: int, times: int = 1, leased: bool = False) -> Deadline:
-    """A group of one task: sampled up to `times` times, and scored by `judges` rewards. leased: by other explorers; the
+    """A group of one task: played up to `times` times, and scored by `judges` rewards. leased: by other explorers; the
     tasks of a dead explorer are requested again when its lease ends."""
-    played_s = (1 + cfg.rollout.retries) * cfg.rollout.timeout_s
+    played_s = (1 + cfg.rollout.retries) * (setup_s(cfg) + cfg.rollout.timeout_s)
     seconds = times * (played_s + cfg.reward_workers.timeout_s * judges) + MARGIN_S
-    keys = ["rollout.timeout_s", "rollout.retries", "reward_workers.timeout_s"] + ["buffer.lease_s"] * leased
+    keys = ["rollout.timeout_s", "rollout.retries", "reward_workers.timeout_s"]
+    keys += ["rollout.env.timeout_s"] * (cfg.rollout.env is not None) + ["buffer.lease_s"] * leased
     return Deadline(seconds + (cfg.buffer.lease_s if leased else 0.0), _said(cfg, *keys))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from whet.config.deadlines import setup_s
 from whet.config.evaluation import longest_rollout
 from whet.config.schema import Config
 
@@ -55,7 +56,7 @@ def limits_of(cfg: Config) -> EpisodeLimits:
     own = [f.name for f in fields(EpisodeLimits) if f.name not in ("max_total_tokens", "setup_s")]
     env = {} if given is None else {name: getattr(given, name) for name in own}
     if given is not None:
-        env["setup_s"] = 2 * given.timeout_s  # one call makes it, one asks for its first messages
+        env["setup_s"] = setup_s(cfg)
     return EpisodeLimits(
         **env, max_total_tokens=cfg.data.max_total_tokens if given is None else longest_rollout(cfg)
     )
