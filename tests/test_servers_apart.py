@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
 
+import whet
 from programs import programs
 from servers import SglangServer, VllmServer
 from serving import digits_model
 from test_apart import Processes
 from test_http_keys import inputs
 from test_rollout_contract import LIMIT, module
+from tiny import RUN
 from vllm_double import SERVE
 from whet.buffer.stores import open_store
 from whet.models import kernels
@@ -135,6 +139,27 @@ def test_a_given_server_belongs_to_one_process_of_a_run(tmp_path: Path) -> None:
             vllm(inputs(tmp_path, urls=("http://127.0.0.1:9",), timeout_s=0.1))
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_ctrl_c_ends_a_run_that_waits_for_its_first_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    """It said that it stops after this step, and waited for as long as rollout.server.start_timeout_s says."""
+
+    async def asked(*given: object) -> bool:
+        os.kill(os.getpid(), number)
+        return False
+
+    monkeypatch.setattr("whet.rollout.http.opened.reachable", asked)
+    server = {"urls": ["http://127.0.0.1:9"], "timeout_s": 2}
+    own = {
+        "rollout": {**RUN["rollout"], "engine": "vllm", "server": server},
+        "run_dir": str(tmp_path / "run"),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        whet.train(**{**RUN, **own, "track": {"trackers": ["console", "jsonl"]}})
+    assert "stopping; no step has begun" in "".join(capfd.readouterr())
 
 
 def test_processes_of_a_run_have_folders_of_their_own_for_weights(tmp_path: Path) -> None:

@@ -362,6 +362,7 @@ def _run(
     watched(watch := stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))))
     outside = Outside(directory, display, stop, watch, calls)
     job = _open(loaded, planned, rewards, outside, start, change=change, openers=openers, stack=stack)
+    stop.begun = True
     return _train(job, start, stack) if directory.path == home else _work_beside(job, home)
 
 
@@ -570,24 +571,31 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         threads.submit(asyncio.run, main).result()
 
 
+STOPPING = "stopping after this step; press Ctrl-C again to stop at once (the last checkpoint is kept)"
+
+
 @dataclass
 class Stop:
     requested: bool = False
+    begun: bool = False
+    """The stages have begun: what they do is ended in order."""
 
 
 @contextmanager
 def stop_on_ctrl_c(say: Callable[[str], None]) -> Iterator[Stop]:
-    """The first Ctrl-C (or SIGTERM) ends the run after the current step and saves it; a second one ends it at once."""
+    """The first Ctrl-C (or SIGTERM) ends the run after the current step and saves it; a second one ends it at once, as
+    does the first one before the stages begin: there is no step, and a server may let the run wait for long."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def ask(number: int, frame: object) -> None:
-        if stop.requested:
+        again, stop.requested = stop.requested, True
+        if not again:
+            say(STOPPING if stop.begun else "stopping; no step has begun, so there is nothing to save")
+        if again or not stop.begun:
             raise KeyboardInterrupt
-        stop.requested = True
-        say("stopping after this step; press Ctrl-C again to stop at once (the last checkpoint is kept)")
 
     before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
