@@ -407,6 +407,10 @@ def test_validation_is_evaluation_with_sampling_of_its_own() -> None:
     judge = {"score": 1.0}
     assert (out["eval.samples"], out["eval.reward"], out["eval.at_start"]) == (4, judge, False)
     assert rewards(given)["rewards.score.weight"] == 0.0, "validation alone reads it"
+    greedy = values(
+        v_enable=True, v_dataset__name="b.jsonl", v_n_generation=4
+    )  # temperature 0 is its default
+    assert (validation(greedy)["eval.samples"], validation(greedy)["eval.sampling.temperature"]) == (1, 0.0)
     several = values(v_enable=True, v_dataset__name="b.jsonl", v_reward_function={"format": 1, "gsm8k": 2})
     assert validation(several)["eval.reward"] == {"format": 1.0, "gsm8k": 2.0}
     own = values(v_enable=True, v_dataset__name="b.jsonl", v_reward_function=["single_choice"])

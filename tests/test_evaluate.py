@@ -21,7 +21,14 @@ from typer.testing import CliRunner
 
 from whet import evaluation as module
 from whet.cli import app
-from whet.config.evaluation import EvalSampling, asked, eval_sampling, reply_tokens, reward_weights
+from whet.config.evaluation import (
+    EvalSampling,
+    asked,
+    eval_problems,
+    eval_sampling,
+    reply_tokens,
+    reward_weights,
+)
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, RewardConfig
@@ -234,6 +241,14 @@ def test_a_source_may_be_asked_in_its_own_way() -> None:
     assert (own.samples, own.sampling.temperature, own.sampling.max_tokens) == (8, 0.5, 9)
     assert reply_tokens(cfg) == 9  # the engine must be able to hold it
     assert plans(load(None, ["eval.sources.x.sampling.max_tokens=900"], BASE))[0].reply_tokens == 900
+
+
+def test_greedy_episodes_of_one_task_may_differ() -> None:
+    """By what the environment answers."""
+    plain = load(None, ["eval.samples=2"], BASE).config
+    played = load(None, ["eval.samples=2", "rollout.env.make=agent.py:make"], BASE).config
+    assert "eval.samples" in dict(eval_problems(plain))
+    assert "eval.samples" not in dict(eval_problems(played))
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,20 @@ def test_evaluation() -> None:
     assert run.evaluation(values(data__val_data=None)) == {}
 
 
+@pytest.mark.parametrize(
+    ("temperature", "environment", "samples"), [(0.0, "gsm8k", 1), (0.6, "gsm8k", 4), (0.0, "search", 4)]
+)
+def test_of_equal_replies_one_is_sampled(temperature: float, environment: str, samples: int) -> None:
+    """Greedy ones, where no environment answers at random: several of them are refused in a file of whet."""
+    given = values(
+        data__val_data=["b.parquet"],
+        environment__env_class=environment,
+        generator__eval_n_samples_per_prompt=4,
+        generator__eval_sampling_params__temperature=temperature,
+    )
+    assert run.evaluation(given).get("eval.samples", 4) == samples
+
+
 # ---------------------------------------------------------------- checkpoints and tracking
 
 

@@ -136,7 +136,7 @@ def merged(base: SamplingConfig, over: SamplingConfig | None) -> SamplingConfig:
 def eval_problems(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it) of one stage."""
     yield from _reward_problems(cfg)
-    for key, how in all_asked(cfg).items() if judges(cfg) else ():
+    for key, how in all_asked(cfg).items() if judges(cfg) and cfg.rollout.env is None else ():
         if how.samples > 1 and how.sampling.temperature == 0:
             yield (
                 f"{key}.samples",

@@ -90,9 +90,10 @@ def optimizer(file: File, *, theirs: Callable[[], Numbers], called: str, keys: t
 def drawn(
     *, temperature: float, top_p: float, top_k: int, replies: int, tokens: int, min_p: float = 0.0
 ) -> Numbers:
-    """How replies are sampled. top_k below 1 is none; with a temperature of 0 the rest has no effect."""
+    """How replies are sampled. top_k below 1 is none; with a temperature of 0 the rest has no effect, and as many
+    replies as there may be are one."""
     if temperature == 0:
-        top_p, top_k, min_p = 1.0, 0, 0.0
+        top_p, top_k, min_p, replies = 1.0, 0, 0.0, 1
     return scalars(
         temperature=temperature,
         top_p=top_p,

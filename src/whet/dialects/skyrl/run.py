@@ -53,7 +53,8 @@ def evaluation(v: Values) -> Native:
         out |= {f"{at}.name": name, f"{at}.path": file, **_columns(v, at)}
     own, trained = _sampling(v, EVAL, "eval.sampling"), _sampling(v, TRAIN, "eval.sampling")
     inherited = {key: value for key, value in OFF.items() if key in trained}
-    return out | {**inherited, **own, **_unset(v)}
+    out |= {**inherited, **own, **_unset(v)}
+    return out | ({"eval.samples": 1} if out["eval.sampling.temperature"] == 0 and not plays(v) else {})
 
 
 EVAL, TRAIN = "generator.eval_sampling_params", "generator.sampling_params"
