@@ -6,8 +6,10 @@ import os
 import pickle
 import re
 import signal
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,38 @@ def test_a_lost_rank_is_named_and_the_others_end(loss: Any, said: str) -> None:
     assert not ranks.lines.folder.exists()  # type: ignore[attr-defined]
     with pytest.raises(WhetError, match="closed"):
         many.update(weighted(), pg_loss)
+
+
+@pytest.mark.parametrize("stops", ["before it reads a message", "while it sends a message"])
+def test_a_rank_that_stands_still_in_the_middle_of_a_message_is_named(
+    stops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is longer than what the connection holds, so neither end gets on without the other."""
+    ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
+    line, hear = ranks.lines.lines[0], ranks._hear
+    ranks.timeout_s = 2.0
+
+    def stop() -> None:
+        os.kill(line.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+
+    def hear_half(rank: int) -> Any:
+        stop()
+        return hear(rank)
+
+    function: Any = len, b" " * 2**24
+    if stops == "before it reads a message":
+        stop()
+    else:
+        function = bytes, 2**24
+        monkeypatch.setattr(ranks, "_hear", hear_half)
+    lost = threading.Timer(40.0, line.kill)
+    lost.start()
+    with pytest.raises(
+        WhetError, match=r"^rank 0 of 1 is stopped \(SIGSTOP\) while doing: call policy; no rank"
+    ):
+        ranks.ask("call", "policy", partial(*function))
+    lost.cancel()
+    assert line.gone()
 
 
 def test_a_loss_that_cannot_travel_is_refused() -> None:

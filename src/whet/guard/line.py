@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -216,6 +217,16 @@ def end(lines: Lines, grace_s: float = 1.0) -> None:
     for line in lines.lines:
         line.kill()
     lines.close()
+
+
+def bound(connection: Connection, limit_s: float) -> None:
+    """From now on BlockingIOError ends a send or a receipt that does not get on for so long: the process at the other
+    end may stand still in the middle of a message."""
+    seconds, rest = divmod(limit_s, 1.0)
+    limit = struct.pack("@ll", int(seconds), max(1, int(rest * 1e6)))  # a timeval; 0 would be no limit
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, direction, limit)
 
 
 def how_it_ended(line: Line) -> str:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from whet.batch import Batch, LossFn
 from whet.guard.hangs import UNSEEN, Seen, blame
-from whet.guard.line import Local, OpenLines, end
+from whet.guard.line import Local, OpenLines, bound, end
 from whet.guard.processes import GO_ON
 from whet.guard.temporary import OwnFolder
 from whet.models.lora import adapted, learned, merged, refresh
@@ -163,8 +163,12 @@ class Ranks:
 
     def _tell(self, rank: int, message: object) -> None:
         self._asked_ns[rank] = clock()
+        connection = self.lines.lines[rank].connection
         try:
-            self.lines.lines[rank].connection.send_bytes(pickle.dumps(message, protocol=5))
+            bound(connection, self.timeout_s)
+            connection.send_bytes(pickle.dumps(message, protocol=5))
+        except BlockingIOError:
+            raise self._silent([rank]) from None
         except OSError:
             raise self._failed({}) from None
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -181,7 +185,7 @@ class Ranks:
             open_ = {line.connection: r for r, line in enumerate(self.lines.lines) if r not in answers}
             ready = wait([*open_, self._stop], timeout=max(0.0, heard + self.timeout_s - time.monotonic()))
             if not ready:
-                raise self._silent(answers)
+                raise self._silent([r for r in range(self.dims.world) if r not in answers])
             if self._stop in ready:
                 self.close()
                 raise WhetError(f"the ranks, {self._of_all()}, were stopped while doing: {self.doing[0]}")
@@ -209,6 +213,8 @@ class Ranks:
     def _hear(self, rank: int) -> tuple[Any, ...]:
         try:
             return pickle.loads(self.lines.lines[rank].connection.recv_bytes())  # type: ignore[no-any-return]
+        except BlockingIOError:  # in the middle of a message
+            raise self._silent([rank]) from None
         except (EOFError, OSError):
             return ("failed", "", "", "")
 
@@ -236,9 +242,8 @@ class Ranks:
         finally:
             self.close()
 
-    def _silent(self, answers: dict[int, Any]) -> WhetError:
+    def _silent(self, silent: Sequence[int]) -> WhetError:
         """The error of ranks that were not heard of in time: it names the one that the others wait for."""
-        silent = [r for r in range(self.dims.world) if r not in answers]
         for rank in silent:
             self.lines.lines[rank].dump()
         time.sleep(0.5)
