@@ -137,6 +137,15 @@ def test_a_rank_that_stands_still_in_the_middle_of_a_message_is_named(
     assert line.gone()
 
 
+def test_what_ends_a_job_leaves_its_ranks_until_the_run_has_saved() -> None:
+    """Slurm and systemd send SIGTERM to all processes of a job."""
+    ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(ranks.lines.lines[0].process.pid, number)  # type: ignore[attr-defined]
+        assert ranks.ask("call", "policy", partial(int, "3")) == [3]
+    ranks.close()
+
+
 def test_a_loss_that_cannot_travel_is_refused() -> None:
     ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
     many = RankGroup(ranks, "policy", tiny_model(), cut=CUT, **learning())

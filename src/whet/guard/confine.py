@@ -86,6 +86,12 @@ def detach() -> None:
     """Own session; deaf to the signals that are meant for the run; nothing of the parent's event loop is touched."""
     os.setsid()
     signal.set_wakeup_fd(-1)
+    deafen()
+
+
+def deafen() -> None:
+    """The signals that are meant for the run do nothing here. Who ends a job (Slurm, systemd) sends them to all of its
+    processes; the run then saves, and needs the others for it."""
     for number in _MEANT_FOR_THE_RUN:
         signal.signal(number, deaf)  # not SIG_IGN, which programs started from here would inherit
 

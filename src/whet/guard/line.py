@@ -27,7 +27,7 @@ from uuid import uuid4
 
 from whet import secrets
 from whet.environment import pools
-from whet.guard import stacks
+from whet.guard import confine, stacks
 from whet.guard.last import MARK
 from whet.guard.processes import die_with, state, until, wake_with_parent
 from whet.guard.temporary import OwnFolder
@@ -240,8 +240,11 @@ def how_it_ended(line: Line) -> str:
 
 def picked_up(arguments: Sequence[str]) -> Connection:
     """The other end of a line, in the process that it leads to; its stack goes to a file when asked for, and it prints
-    none of the secrets that the process at the other end knows."""
+    none of the secrets that the process at the other end knows. It leaves signals that are meant for the run to that
+    process."""
     fd, path, parent, tied, who, folder = arguments
+    confine.deafen()
+    confine.let_forks_hear()
     if tied == "1":
         die_with(None)
     else:
