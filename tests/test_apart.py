@@ -31,8 +31,9 @@ from whet.buffer.stores import Scored, Store, open_store
 from whet.config.checks_sync import content_of, has_adapters
 from whet.config.load import load
 from whet.config.plan import plans
-from whet.config.schema import Config
+from whet.config.schema import Config, EarlyStoppingConfig
 from whet.disaggregated import Evaluation, Followed, check_as_trainer, check_code, evaluate_all
+from whet.early_stopping import early_stopping_of
 from whet.explorer import open_buffer
 from whet.models import kernels
 from whet.models.load import build
@@ -204,14 +205,23 @@ def test_a_trainer_that_goes_on_with_a_finished_stage_takes_back_that_it_is_fini
     store.close()
 
 
-@pytest.mark.parametrize(("steps", "waits"), [(6, True), (3, False)])
+@pytest.mark.parametrize(
+    ("steps", "before", "patience", "waits"),
+    [(6, None, None, True), (3, None, None, False), (3, 2, 2, False), (3, 2, 4, True), (3, 2, None, True)],
+)
 def test_an_explorer_that_is_there_before_the_trainer_of_more_steps_waits_for_it(
-    tmp_path: Path, steps: int, waits: bool
+    tmp_path: Path, steps: int, before: int | None, patience: int | None, waits: bool
 ) -> None:
-    """The store still says that the stage is finished, after 3 steps."""
+    """The store still says that the stage is finished: of 3 steps, or earlier for its patience."""
+
+    def settings(patience: int | None) -> EarlyStoppingConfig | None:
+        return None if patience is None else EarlyStoppingConfig(patience=patience)
+
     store = open_store(f"sqlite:///{tmp_path}/groups.db", queue="apart/main", order="arrival")
     store.note("began", 0)
     store.note("finished", 3)
+    ended = SimpleNamespace(train=SimpleNamespace(early_stopping=settings(before)))
+    store.note("stopped_early", early_stopping_of(cast(Config, ended)))
     looks: list[str] = []
 
     def look(what: str) -> None:
@@ -224,7 +234,11 @@ def test_an_explorer_that_is_there_before_the_trainer_of_more_steps_waits_for_it
         return bool(store.noted("finished") is None)
 
     context = SimpleNamespace(
-        cfg=SimpleNamespace(sync=SimpleNamespace(timeout_s=60), buffer=SimpleNamespace(explorer_name="one")),
+        cfg=SimpleNamespace(
+            sync=SimpleNamespace(timeout_s=60),
+            buffer=SimpleNamespace(explorer_name="one"),
+            train=SimpleNamespace(early_stopping=settings(patience)),
+        ),
         monitor=SimpleNamespace(display=MagicMock(), watch=SimpleNamespace(beat=look)),
         plan=SimpleNamespace(steps=steps),
         stopping=False,

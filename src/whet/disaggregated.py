@@ -27,6 +27,7 @@ from whet.buffer.stores import Store, open_store
 from whet.config.checks_sync import content_of
 from whet.config.resuming import other_code
 from whet.context import Context
+from whet.early_stopping import early_stopping_of
 from whet.explorer import Explorer, InFlight, explorer_into, grouping, queue_name
 from whet.guard import stacks
 from whet.job import Job
@@ -190,7 +191,9 @@ async def begun_by_trainer(weights: Followed, store: Store) -> bool:
     while not context.stopping:
         context.monitor.watch.beat("waiting for the trainer")
         first, finished = store.noted("began"), store.noted("finished")  # after how many steps
-        if finished is not None and finished >= context.plan.steps:
+        early = store.noted("stopped_early")  # with other settings the trainer is yet to go on
+        same = early in (None, early_stopping_of(context.cfg))
+        if same and finished is not None and finished >= context.plan.steps:
             return False
         if first is not None and finished is None:  # else the trainer is yet to go on with more steps
             await weights.take()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from whet.config.schema import EarlyStoppingConfig
+from whet.config.schema import Config, EarlyStoppingConfig
 from whet.types import Json
 
 
@@ -29,3 +29,9 @@ def should_stop(values: Sequence[float], cfg: EarlyStoppingConfig) -> bool:
         waited = 0 if score > best + cfg.threshold else waited + 1
         best = max(best, score)
     return waited >= cfg.patience
+
+
+def early_stopping_of(cfg: Config) -> Json:
+    """The settings, as checkpoints and explorers in other processes compare them; None without any."""
+    early = cfg.train.early_stopping
+    return None if early is None else early.model_dump(mode="json")

@@ -18,7 +18,7 @@ from whet.config.schema import Config
 from whet.context import Context
 from whet.data.replies import reader
 from whet.data.tasks import learned_tokens, reply_limit
-from whet.early_stopping import should_stop, values_of
+from whet.early_stopping import early_stopping_of, should_stop, values_of
 from whet.envs.opened import Environments
 from whet.eval_loss import eval_loss, given
 from whet.evaluation import Ask, accuracy, evaluate, shown
@@ -288,7 +288,7 @@ class Recorder:
             "step": done,
             "steps": self.context.plan.steps,
             "done": self.ended(done),
-            "stopped_early": self._early_stopping() if self.stopped_early else None,
+            "stopped_early": self.ended_early(),
             "score": self._score(done),
             "config": redact_tree(self.fingerprint),
             "code": dict(self.code),
@@ -298,11 +298,11 @@ class Recorder:
     def restore(self, state: Json) -> None:
         self.scored = state["step"], state.get("score")
         before = state.get("stopped_early")
-        self.stopped_early = before is not None and before == self._early_stopping()
+        self.stopped_early = before is not None and before == early_stopping_of(self.context.cfg)
 
-    def _early_stopping(self) -> Json:
-        cfg = self.context.cfg.train.early_stopping
-        return None if cfg is None else cfg.model_dump(mode="json")
+    def ended_early(self) -> Json:
+        """The settings that ended the stage before its last step; with others it goes on. None: it did not end so."""
+        return early_stopping_of(self.context.cfg) if self.stopped_early else None
 
 
 def _advantages(learned: Learned) -> dict[tuple[int, int], float]:

@@ -119,6 +119,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
             if not stage.context.stopping:
                 stage.explorer.ledger.check_learned()
             if stage.ended:
+                stage.explorer.tell("stopped_early", stage.recorder.ended_early())
                 stage.explorer.tell("finished", stage.context.plan.steps)
         finally:
             await stage.close()
