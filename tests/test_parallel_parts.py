@@ -131,7 +131,7 @@ def test_what_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no experts"):
         expert_parallel.apply(tiny_model(), Peers(0, 2))
     with pytest.raises(ConfigError, match="no routers"):
-        router.routers(tiny_model())
+        router.mixture(tiny_model())
     attend = Ulysses(PackedAttention(Segments.of_lengths(torch.tensor([4])), OPS), Peers(0, 3), 4)
     x = torch.zeros(2, 4, 16)
     with pytest.raises(ConfigError, match="cp=3 does not divide the 4 attention heads"):
