@@ -181,8 +181,8 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None
         history.write_down(directory, changes, start.state, unasked=start.code)
         set_aside_export(loaded, directory.path, start.state)
     directory.write_config(text)
-    if start.checkpoint and directory.last_start:  # other data may be refused yet: the record stays the former's
-        directory.resuming = described
+    if start.checkpoint and directory.last_start:
+        directory.resuming = described  # other data may be refused yet
     else:
         directory.write_manifest(described)
 
