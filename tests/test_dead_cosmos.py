@@ -76,6 +76,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     MESH + "ep_size": {MESH + "dp_shard_size": 2},
     POLICY + "dataset.revision": {POLICY + "dataset.name": "org/rows"},
     "validation.dataset.revision": VALIDATES | {"validation.dataset.name": "org/rows"},
+    "validation.n_generation": VALIDATES | {"validation.temperature": 1.0},
     "train.optm_decay_ratio": DECAYS,
     "train.optm_min_lr_factor": DECAYS,
     "train.ckpt.save_freq": SAVES,
