@@ -23,6 +23,7 @@ from whet.algos.recipes import build
 from whet.batch import Batch, Loss, Outputs
 from whet.config.recipes import RECIPES
 from whet.config.schema import AlgorithmConfig, CriticConfig, OptimizerConfig
+from whet.guard.line import bound
 from whet.models.mesh import Dims
 from whet.training.ranks import RankGroup, Ranks
 from whet.types import ConfigError, WhetError
@@ -112,13 +113,14 @@ def test_a_rank_that_stands_still_in_the_middle_of_a_message_is_named(
     """The message is longer than what the connection holds, so neither end gets on without the other."""
     ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
     line, hear = ranks.lines.lines[0], ranks._hear
-    ranks.timeout_s = 2.0
 
     def stop() -> None:
         os.kill(line.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        ranks.timeout_s = 2.0  # what runs has more
 
     def hear_half(rank: int) -> Any:
         stop()
+        bound(line.connection, ranks.timeout_s)
         return hear(rank)
 
     function: Any = len, b" " * 2**24
