@@ -155,7 +155,7 @@ def test_a_full_disk_behind_the_output_is_one_message() -> None:
 SHOW = """
 import os, sys
 from whet import cli
-import whet.config.screen, whet.track.show  # now: they may lie where root alone reads
+import whet.config.screen, whet.track.show, whet.track.time_report  # now: they may lie where root alone reads
 if os.geteuid() == 0:
     os.seteuid(65534)
 cli.main()
