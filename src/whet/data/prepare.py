@@ -168,6 +168,7 @@ class _Work:
 def _prepare(work: _Work) -> Prepared:
     rows = read_rows(work.source, vocabulary=work.tokenizer.vocab_size)
     digest, others = (hashlib.blake2b(rows.name.encode(), digest_size=16) for _ in range(2))
+    asked = is_asked_by_env(work.source)
     numbers: list[int] = []
     lengths: list[int] = []
     pieces: list[np.ndarray] = []
@@ -185,10 +186,11 @@ def _prepare(work: _Work) -> Prepared:
             difficulties.append(f.difficulties)
             labels[f.label] = None
             answered |= f.answer is not None
-            if is_asked_by_env(work.source):
-                digest.update(_others(f.extra).encode(errors="surrogatepass"))
+            extra = _others(f.extra) if asked or work.learned is None else ""
+            if asked:
+                digest.update(extra.encode(errors="surrogatepass"))
             if work.learned is None:
-                others.update(repr((f.label, _others(f.extra))).encode(errors="surrogatepass"))
+                others.update(repr((f.label, extra)).encode(errors="surrogatepass"))
             digest.update(
                 repr((f.answer, f.response, f.rejected, f.extra.get("desirable"))).encode(
                     errors="surrogatepass"
