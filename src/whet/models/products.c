@@ -70,13 +70,15 @@ INLINE float read_one(const Matrix *m, i64 i, i64 k) { return number(m, i * m->b
 
 /* ---- one tile ------------------------------------------------------------------------------------------------ */
 
-/* sums[r][v] of R rows and V vectors of lanes, from packed q [K][V][W]. */
+/* sums[r][v] of R rows and V vectors of lanes, from packed q [K][V][W]. `panel`: what is read next of q is fetched;
+   `next`: so are the R rows behind these, which lie dense along k. Each costs up to 5 % where the numbers are near. */
 INLINE void tile(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, const int R, const int V,
-                 const int fetch) {
+                 const int panel, const int next) {
     vf sum[MAX(ROWS_1, ROWS * VECTORS)], b[VECTORS];
     UNROLL for (int i = 0; i < R * V; i++) sum[i] = all(0);
     for (i64 k = 0; k < K; k++) {
-        if (fetch) UNROLL for (int v = 0; v < V; v++) __builtin_prefetch(q + ((k + AHEAD) * V + v) * W);
+        if (panel) UNROLL for (int v = 0; v < V; v++) __builtin_prefetch(q + ((k + AHEAD) * V + v) * W);
+        if (next && (k & 15) < R) __builtin_prefetch(p + (R + (k & 15)) * p_i + (k & ~15));
         UNROLL for (int v = 0; v < V; v++) b[v] = load(q + (k * V + v) * W);
         UNROLL for (int r = 0; r < R; r++) {
             vf a = all(p[r * p_i + k * p_k]);
@@ -86,43 +88,31 @@ INLINE void tile(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float 
     UNROLL for (int i = 0; i < R * V; i++) store(sums + i * W, sum[i]);
 }
 
-#define TILE(R, V) case R: tile(p, p_i, p_k, q, K, sums, R, V, 0); break;
+#define TILE(R, V) \
+    case R: \
+        if (far) tile(p, p_i, p_k, q, K, sums, R, V, 1, 1); \
+        else tile(p, p_i, p_k, q, K, sums, R, V, 0, 0); \
+        break;
 
 /* A whole tile of rows that are packed: with strides known to the compiler. */
 static void tile_packed(const float *p, const float *q, i64 K, float *sums) {
-    tile(p, 1, ROWS, q, K, sums, ROWS, VECTORS, 1);
+    tile(p, 1, ROWS, q, K, sums, ROWS, VECTORS, 1, 0);
 }
 
-static void tile_1(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
+/* `far`: these rows have not been read before, so they are in no cache. */
+static void tile_1(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows, int far) {
     switch (rows) {
         TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
         TILE(7, 1) TILE(8, 1) TILE(9, 1) TILE(10, 1) TILE(11, 1) TILE(12, 1)
     }
 }
 
-static void tile_2(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
+static void tile_2(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows, int far) {
     switch (rows) {
         TILE(1, 2) TILE(2, 2) TILE(3, 2) TILE(4, 2) TILE(5, 2) TILE(6, 2)
 #if ROWS == 12
         TILE(7, 2) TILE(8, 2) TILE(9, 2) TILE(10, 2) TILE(11, 2) TILE(12, 2)
 #endif
-    }
-}
-
-/* The tile's sums into out: as they are where `first`, else added to what is there. */
-static void put(const float *sums, i64 ld, float *out, i64 out_i, i64 out_j, i64 rows, i64 n, int first) {
-    if (out_j == 1) {
-        for (i64 r = 0; r < rows; r++, sums += ld, out += out_i) {
-            i64 j = 0;
-            for (; j + W <= n; j += W) store(out + j, first ? load(sums + j) : load(out + j) + load(sums + j));
-            for (; j < n; j++) out[j] = first ? sums[j] : out[j] + sums[j];
-        }
-        return;
-    }
-    for (i64 j = 0; j < n; j++, sums++) {
-        float *to = out + j * out_j;
-        if (first) for (i64 r = 0; r < rows; r++) to[r * out_i] = sums[r * ld];
-        else for (i64 r = 0; r < rows; r++) to[r * out_i] += sums[r * ld];
     }
 }
 
@@ -260,6 +250,49 @@ static Strip widen_strip(const Matrix *p, i64 i0, i64 I, i64 k0, i64 K, float *t
     return (Strip){to, K, 1};
 }
 
+/* ---- the sums of a tile -------------------------------------------------------------------------------------- */
+
+#if defined(__AVX__)
+/* As `put`, for rows that lie side by side in out: eight lanes of eight rows (or of the last four) are turned at a time.
+   Returns the rows that are done; fewer than four are left. */
+static i64 put_turned(const float *sums, i64 ld, float *out, i64 out_j, i64 rows, i64 n, int first) {
+    i64 r = 0;
+    for (i64 some = 8; r + 4 <= rows; r += some) {
+        some = rows - r < 8 ? 4 : 8;
+        for (i64 j = 0; j < n; j += 8) {
+            __m256 turned[8];
+            float *to = out + r + j * out_j;
+            transposed_8(sums + r * ld, j, ld, some, turned, 0);
+            for (i64 l = 0; l < MIN(8, n - j); l++, to += out_j) {
+                __m128 low = _mm256_castps256_ps128(turned[l]);
+                if (some == 8) _mm256_storeu_ps(to, first ? turned[l] : _mm256_add_ps(_mm256_loadu_ps(to), turned[l]));
+                else _mm_storeu_ps(to, first ? low : _mm_add_ps(_mm_loadu_ps(to), low));
+            }
+        }
+    }
+    return r;
+}
+#else
+static i64 put_turned(const float *sums, i64 ld, float *out, i64 out_j, i64 rows, i64 n, int first) { return 0; }
+#endif
+
+/* The tile's sums into out: as they are where `first`, else added to what is there. */
+static void put(const float *sums, i64 ld, float *out, i64 out_i, i64 out_j, i64 rows, i64 n, int first) {
+    if (out_j == 1) {
+        for (i64 r = 0; r < rows; r++, sums += ld, out += out_i) {
+            i64 j = 0;
+            for (; j + W <= n; j += W) store(out + j, first ? load(sums + j) : load(out + j) + load(sums + j));
+            for (; j < n; j++) out[j] = first ? sums[j] : out[j] + sums[j];
+        }
+        return;
+    }
+    for (i64 r = out_i == 1 ? put_turned(sums, ld, out, out_j, rows, n, first) : 0; r < rows; r++)
+        for (i64 j = 0; j < n; j++) {
+            float *to = out + r * out_i + j * out_j, sum = sums[r * ld + j];
+            *to = first ? sum : *to + sum;
+        }
+}
+
 /* ---- very few rows ------------------------------------------------------------------------------------------- */
 
 /* A panel is not worth writing where few rows read it. Eight numbers of eight columns at a time are turned in registers
@@ -353,10 +386,6 @@ static int multiply_few(const Product *a, int add, int threads) { return 1; }
 
 /* ---- the whole ----------------------------------------------------------------------------------------------- */
 
-INLINE void multiply_tile(const float *p, i64 p_i, i64 p_k, const float *panel, i64 lanes, i64 K, float *sums, i64 rows) {
-    (lanes == W ? tile_1 : tile_2)(p, p_i, p_k, panel, K, sums, rows);
-}
-
 /* `most` rows from i0 times all panels (of LANES lanes each, the last one perhaps of fewer). */
 static void multiply_strip(const Product *a, const float *panels, i64 i0, i64 most, i64 j0, i64 J, i64 k0, i64 K,
                            int first) {
@@ -376,7 +405,8 @@ static void multiply_strip(const Product *a, const float *panels, i64 i0, i64 mo
                 for (i64 r = 0; r < rows; r++) __builtin_prefetch(out + r * a->out_i, 1);
             const float *p = pack ? packed + i * K : strip.data + i * strip.by_i;
             if (pack && rows == ROWS && lanes == LANES) tile_packed(p, panels + j * K, K, sums);
-            else multiply_tile(p, pack ? 1 : strip.by_i, pack ? ROWS : strip.by_k, panels + j * K, lanes, K, sums, rows);
+            else (lanes == W ? tile_1 : tile_2)(p, pack ? 1 : strip.by_i, pack ? ROWS : strip.by_k, panels + j * K, K, sums,
+                                                rows, !pack && !j);
             put(sums, lanes, out, a->out_i, a->out_j, rows, n, first);
         }
     }
@@ -424,7 +454,7 @@ static int multiply(const Product *a, int add, int threads) {
 }
 
 /* out (+)= a b for [I, K] and [K, J] of any strides. Returns 0, or 1 where memory ran out. What lies along the lanes is
-   packed, K J or K I elements; with rows there, I J results are turned, one by one, at twice the cost. But a lane each
+   packed, K J or K I elements; with rows there, I J results are turned, at twice the cost. But a lane each
    would waste most lanes on very few rows. halves: 1 where a is bfloat16, plus 2 where b is. */
 int whet_product(const void *a, i64 a_i, i64 a_k, const void *b, i64 b_k, i64 b_j, float *out, i64 out_i, i64 out_j,
                  i64 I, i64 J, i64 K, int halves, int add, int threads) {
