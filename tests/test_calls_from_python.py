@@ -16,7 +16,9 @@ import pytest
 import whet
 import whet.models.exports
 from tiny import RUN
+from whet.api import only_rewards
 from whet.arguments import WHOLE, expect
+from whet.config.load import load
 from whet.track.files import RunLock
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Task, WhetError
@@ -76,6 +78,20 @@ def test_an_argument_of_another_type_is_named_with_what_is_expected(
 ) -> None:
     with pytest.raises(WhetError, match=f"^{said}"):
         call()
+
+
+def test_rewards_from_python_replace_those_of_the_file_alone(tmp_path: Path) -> None:
+    """A stage's own rewards that are given beside them, or by an override, stay."""
+    stages = [{"name": "a"}, {"name": "b", "rewards": {"own": {"function": "exact"}}}]
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({**SECTIONS, "rewards": {"written": {"function": "exact"}}, "stages": stages}))
+    mine = {"rewards": {"mine": {"function": "object:mine"}}}
+
+    def kept(*given: Any) -> list[list[str]]:
+        return [list(cfg.rewards) for cfg in only_rewards(load(*given), ["mine"]).stages]
+
+    assert kept(None, [], {**SECTIONS, **mine, "stages": stages}) == [["mine"], ["mine", "own"]]
+    assert kept(file, ["rewards.more.function=exact"], mine) == [["mine", "more"], ["mine", "more"]]
 
 
 def letters(factor: float) -> Callable[[str, Task], float]:

@@ -178,10 +178,13 @@ def named_functions(rewards: Rewards) -> tuple[dict[str, RewardFunction], dict[s
 
 
 def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
-    """Rewards given from Python replace the file's rewards in every stage."""
+    """Rewards given from Python replace the file's rewards in every stage, and no others."""
+    here = (path for path, place in loaded.origins.items() if not place.startswith(f"{loaded.file}:"))
+    own = (path[2:] if path[:1] == ("stages",) else path for path in here)
+    kept = {*names, *(path[1] for path in own if path[:1] == ("rewards",) and len(path) > 1)}
 
     def keep(cfg: Config) -> Config:
-        return cfg.model_copy(update={"rewards": {n: r for n, r in cfg.rewards.items() if n in names}})
+        return cfg.model_copy(update={"rewards": {n: r for n, r in cfg.rewards.items() if n in kept}})
 
     return replace(loaded, config=keep(loaded.config), stages=tuple(map(keep, loaded.stages)))
 
