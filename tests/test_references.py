@@ -120,7 +120,7 @@ def test_the_label_is_the_source_of_the_task_or_a_column() -> None:
     column = TWO.model_copy(update={"column": "teacher"})
     groups = labelled(random_groups(count=2), ["odd", "even"], column="teacher")
     assert ReferenceChoice.of(column)(groups).tolist() == [1, 1, 1, 0, 0, 0]
-    with pytest.raises(DataError, match=r"Task 1 of source 's'.*its source is 's'.*'even', 'both', 'odd'"):
+    with pytest.raises(DataError, match=r"A task of source 's'.*its source is 's'.*'even', 'both', 'odd'"):
         ReferenceChoice.of(TWO)(random_groups(count=2)[1:])
     with pytest.raises(DataError, match="its column 'teacher' is None"):
         ReferenceChoice.of(column)(random_groups(count=1))

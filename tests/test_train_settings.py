@@ -110,11 +110,14 @@ def test_the_warm_up_is_exactly_so_many_steps() -> None:
 def test_overrides_of_a_role(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     models: Any = SimpleNamespace(model=tiny_model("llama"), tokenizer=Sized(VOCAB))
-    cfg = load(None, (), {"model": {"path": "x", "overrides": {"initializer_range": 0.125}}}).config
-    context: Any = SimpleNamespace(cfg=cfg)
+    policy = {"path": "x", "overrides": {"initializer_range": 0.125}}
 
     def epsilon(overrides: dict[str, Any] | None) -> tuple[float, float]:
-        config = model_at(models, context, str(tmp_path), overrides=overrides, role="critic")().config
+        cfg = load(
+            None, (), {"model": policy, "critic": {"path": str(tmp_path), "overrides": overrides}}
+        ).config
+        context: Any = SimpleNamespace(cfg=cfg)
+        config = model_at(models, context, str(tmp_path), role="critic")().config
         return config.rms_norm_eps, config.initializer_range
 
     plain = tiny_model("llama").config

@@ -27,6 +27,9 @@ NEEDED: dict[Kind, tuple[str, ...]] = {
 }
 """Fields that a task must have, by kind of learning."""
 
+LIKELIHOOD = ("loss_nats", "perplexity", "loss_tokens")
+"""Metrics of demonstrations."""
+
 Look = Callable[[Batch], Batch]
 """A batch with the log-probs and values of the other models: `Learner.compute_logprobs_and_values`."""
 
@@ -89,11 +92,8 @@ def eval_loss(policy: TrainEngine, groups: Sequence[Group], algorithm: Algorithm
 def _likelihood(policy: TrainEngine, batch: Batch, algorithm: Algorithm, look: Look) -> Metrics:
     logp_N = policy.forward(batch, "logprobs")[batch.mask_N]
     loss = -float(logp_N.sum(dtype=torch.float64)) / len(logp_N)
-    return {
-        "loss_nats": loss,
-        "perplexity": math.exp(loss) if loss < 709 else math.inf,
-        "loss_tokens": float(len(logp_N)),
-    }
+    values = loss, math.exp(loss) if loss < 709 else math.inf, float(len(logp_N))
+    return dict(zip(LIKELIHOOD, values, strict=True))
 
 
 def _as_trained(policy: TrainEngine, batch: Batch, algorithm: Algorithm, look: Look) -> Metrics:

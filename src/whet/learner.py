@@ -529,7 +529,7 @@ def open_learner(
         skipping=skipping(context.plan.algorithm, cfg.train, mtp=cfg.model.mtp is not None),
         exact=exact,
         demonstrations=open_demonstrations(cfg, models.tokenizer, ends=models.ends, held_out=held_out),
-        reprompt=_reprompter(context, models),
+        reprompt=reprompter(context, models),
         choose_reference=ReferenceChoice.of(cfg.reference) if cfg.reference.models else None,
         temperatures=Temperatures.of(context),
         reused=reused,
@@ -585,7 +585,7 @@ def _uids(groups: Sequence[Group], batch: Batch, lost: Sequence[int]) -> tuple[i
     return tuple(dict.fromkeys(uid for uid, n in zip(uids, batch.group_R.tolist()) if n in lost))
 
 
-def _reprompter(context: Context, models: Models) -> Reprompter | None:
+def reprompter(context: Context, models: Models) -> Reprompter | None:
     """None where the reference sees the policy's prompts."""
     given = resolve(context.cfg.algorithm).reprompt
     if given is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from whet.checkpoint import Saver
-from whet.config.evaluation import EvalSampling, evaluates, judges
+from whet.config.evaluation import EvalSampling, asked, evaluates, judges
 from whet.config.resuming import fingerprint
 from whet.config.schema import Config
 from whet.context import Context
@@ -20,8 +20,8 @@ from whet.data.replies import reader
 from whet.data.tasks import learned_tokens, reply_limit
 from whet.early_stopping import early_stopping_of, should_stop, values_of
 from whet.envs.opened import Environments
-from whet.eval_loss import eval_loss, given
-from whet.evaluation import Ask, accuracy, evaluate, shown
+from whet.eval_loss import LIKELIHOOD, eval_loss, given
+from whet.evaluation import Ask, accuracy, evaluate, judging, shown
 from whet.explorer import player
 from whet.guard.printed import CONSOLE
 from whet.job import Job, Models
@@ -44,7 +44,7 @@ from whet.track.written import read_lines
 from whet.training.engine import TrainEngine
 from whet.training.ranks import Ranks
 from whet.training.throughput import Meter
-from whet.types import Group, Json, Metrics, Reply, Rollout, Task, WhetError
+from whet.types import ConfigError, Group, Json, Metrics, Reply, Rollout, Task, given_tokens
 
 log = logging.getLogger(__name__)
 
@@ -203,11 +203,7 @@ class Recorder:
         """Held-out metrics, with every sampled reply; some are shown."""
         cfg, name = self.context.cfg, self.context.name
         if (best := cfg.checkpoint.keep_best) is not None:
-            if best.metric not in metrics:
-                raise WhetError(
-                    f"checkpoint.keep_best.metric={best.metric}: the evaluation has only {', '.join(metrics)}"
-                )
-            self.scored = done, metrics[best.metric]
+            self.scored = done, value_of(metrics, best.metric, BEST)
         if groups:
             replies = [r for g in groups for r in g.rollouts]
             self.directory.write_eval(name, done, replies, numbers=metrics)
@@ -227,14 +223,11 @@ class Recorder:
         cfg = self.context.cfg.train.early_stopping
         if cfg is None:
             return
-        if cfg.metric not in metrics:
-            raise WhetError(
-                f"train.early_stopping.metric={cfg.metric}: the evaluation has only {', '.join(metrics)}"
-            )
+        value = value_of(metrics, cfg.metric, EARLY)
         if self.looked is None:  # the record is read once: it grows with the run
             self.looked = values_of(self.metrics_so_far(), cfg.metric, stage=self.context.name, until=done)
         else:
-            self.looked.append(metrics[cfg.metric])
+            self.looked.append(value)
         if done and should_stop(self.looked, cfg):
             self.stopped_early = True
             said = f"{cfg.metric} has not improved in {cfg.patience} evaluations: the stage ends after step {done}"
@@ -303,6 +296,44 @@ class Recorder:
     def ended_early(self) -> Json:
         """The settings that ended the stage before its last step; with others it goes on. None: it did not end so."""
         return early_stopping_of(self.context.cfg) if self.stopped_early else None
+
+
+BEST, EARLY = "checkpoint.keep_best.metric", "train.early_stopping.metric"
+
+
+def value_of(metrics: Metrics, name: str, key: str) -> float:
+    """The metric that a key names. ConfigError if the evaluation does not have it."""
+    if name not in metrics:
+        raise ConfigError(f"{key}={name}: the evaluation has only {', '.join(metrics)}")
+    return metrics[name]
+
+
+def check_metrics(context: Context, tasks: Sequence[Task], rewards: RewardSet) -> None:
+    """ConfigError for a metric that no evaluation of the stage will have, as far as names are known before the first:
+    further parts are the rewards' own, and the losses of pairs and labels have statistics of their own."""
+    cfg, kind = context.cfg, context.algorithm.kind
+    named = [(BEST, cfg.checkpoint.keep_best), (EARLY, cfg.train.early_stopping)]
+    if not any(each for _, each in named):
+        return
+    judge = judging(cfg, rewards)
+    by_source = {task.source: task for task in tasks}
+    metrics: Metrics = {}
+    if context.plan.judges:
+        metrics = accuracy([_unanswered(cfg, task, judge) for task in by_source.values()], success=1.0)
+    sets = [f"eval/{name}/" for name in (*by_source, *(["all"] if len(by_source) > 1 else []))]
+    if kind == "demonstrations":
+        metrics |= {f"{at}{name}": 0.0 for at in sets for name in LIKELIHOOD}
+    further = tuple(at if kind in ("preferences", "labels") else f"{at}part/" for at in sets)
+    for told, each in named:
+        if each is not None and not each.metric.startswith(further):
+            value_of(metrics, each.metric, told)
+
+
+def _unanswered(cfg: Config, task: Task, judge: RewardSet) -> Group:
+    """A task with as many replies as an evaluation has of it, all empty."""
+    parts = dict.fromkeys(judge.of(task), 0.0)
+    empty = Rollout.one_strand(task=task, index=0, **given_tokens([], []), finish_reason="stop", text="")
+    return Group(task, (empty.scored(0.0, parts),) * asked(cfg, task.source).samples)
 
 
 def _advantages(learned: Learned) -> dict[tuple[int, int], float]:

@@ -23,13 +23,13 @@ from whet.data.chat import lacking_header
 from whet.data.demonstrations import open_demonstrations
 from whet.data.tasks import TaskStream, eval_tasks, learned_turns
 from whet.evaluation import check_sources, judging
-from whet.explorer import Explorer, open_explorer
+from whet.explorer import Explorer, open_explorer, replay_of
 from whet.guard.printed import CONSOLE
 from whet.job import Job, Models
-from whet.learner import Learner, Sampled, open_learner
+from whet.learner import Learner, Sampled, open_learner, reprompter
 from whet.loop import steps
 from whet.placement import open_ranks
-from whet.recorder import open_recorder
+from whet.recorder import check_metrics, open_recorder
 from whet.rewards.combine import check_columns
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.episode import sampling_by_source
@@ -38,6 +38,7 @@ from whet.simulated_learner import open_simulated
 from whet.stage import Stage
 from whet.track.monitor import Monitor
 from whet.track.timeline import OPEN_STAGE, START_UP, STEPS
+from whet.trained_models import ReferenceChoice, check_models
 from whet.training.profile import Profiler
 from whet.training.reuse import Reuse
 from whet.training.torch import TorchEngine
@@ -96,7 +97,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
         with timeline.span(OPEN_STAGE, STEPS):
             await renew_cache(job.models.engine, job.plans[index])
             begun = begin(job, index)
-            await check_rewards(job, begun)
+            await check(job, begun)
             tell(begun, job.models.tokenizer)
             stage, profiler = open_stage(job, begun, before, ranks)
             if start is not None:
@@ -233,22 +234,34 @@ def tell(begun: Begun, tokenizer: PreTrainedTokenizerBase) -> None:
         log.info("stage %s: times that %d tasks pass through each source: %s", name, reached, told)
 
 
-async def check_rewards(job: Job, begun: Begun) -> None:
-    """ConfigError where a reward needs a column that no row of a source has."""
+async def check(job: Job, begun: Begun) -> None:
+    """Find what a stage cannot begin with, or would end at a later step with: models, the user's code, and names that
+    rows or evaluations do not have."""
     context, rewards = begun.context, job.rewards[begun.context.index]
-    if context.algorithm.kind == "online":
+    cfg, algorithm = context.cfg, context.algorithm
+    if algorithm.kind == "online":
         await check_columns(begun.tasks.widest, rewards)
     if context.plan.evaluates:
-        await check_columns(begun.held_out, judging(context.cfg, rewards))
+        await check_columns(begun.held_out, judging(cfg, rewards))
+        check_metrics(context, begun.held_out, rewards)
+    replay_of(cfg, context.plan)
+    if simulated(cfg.train) is not None:
+        return
+    check_models(context, job.models)
+    reprompter(context, job.models)
+    if algorithm.needs_reference and cfg.reference.models:
+        choose = ReferenceChoice.of(cfg.reference)
+        for task in begun.tasks.each() if cfg.reference.column else begun.tasks.widest:
+            choose.number(task)
 
 
 async def check_ahead(job: Job, index: int) -> None:
-    """Read the data of a stage before its turn, and keep nothing of it."""
+    """`check` a stage before its turn: its data is read, and nothing of it kept."""
     begun = begin(job, index)
     open_demonstrations(
         begun.context.cfg, job.models.tokenizer, ends=job.models.ends, held_out=begun.held_out
     )
-    await check_rewards(job, begun)
+    await check(job, begun)
 
 
 def open_stage(job: Job, begun: Begun, before: StageEnd, stack: ExitStack) -> tuple[Stage, Profiler]:

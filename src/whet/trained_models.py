@@ -6,7 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,21 +15,26 @@ from transformers import PreTrainedModel
 
 from whet import seeds
 from whet.batch import Batch, at_sampled, select, tokens_of
-from whet.config.schema import LoraConfig, ReferenceConfig
+from whet.config.checks_parallel import ranks_of
+from whet.config.schema import Config, LoraConfig, ModelConfig, ReferenceConfig
 from whet.context import Context
 from whet.job import Models
 from whet.models.load import build as build_model
-from whet.models.load import value_head
+from whet.models.load import examined, value_head
 from whet.models.lora import attach, merged
 from whet.models.mtp import MtpLoss, remove
 from whet.models.trainable import choose
 from whet.placement import engine_of
 from whet.rollout.episode import sampling_by_source
+from whet.training import chosen
 from whet.training.engine import TrainEngine
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import Ranks
 from whet.types import DataError, Group, Task
 from whet.whole import Make
+
+Role = Literal["critic", "reference"]
+"""Models that may have a folder of their own."""
 
 
 def trained_temperature(context: Context) -> float:
@@ -107,12 +113,14 @@ def references_of(
     context: Context, models: Models, ranks: Mapping[str, Ranks], cut: MicroBatchPolicy
 ) -> tuple[TrainEngine, ...]:
     """Frozen: each from its folder, or a copy of the current policy; in the order of reference.models."""
-    given = context.cfg.reference
-    paths: list[str | None] = [each.path for each in given.models]
     return tuple(
         _reference_of(context, models, ranks, cut, name=name, path=path)
-        for name, path in zip(context.plan.references, paths or [given.path], strict=True)
+        for name, path in zip(context.plan.references, _reference_paths(context.cfg.reference), strict=True)
     )
+
+
+def _reference_paths(given: ReferenceConfig) -> list[str | None]:
+    return [each.path for each in given.models] or [given.path]
 
 
 def _reference_of(
@@ -128,8 +136,7 @@ def _reference_of(
     if path is None:
         start = models.policy.copied()
     else:
-        make = model_at(models, context, path, role="reference", overrides=cfg.reference.overrides)
-        start = models.place.made(name, make)
+        start = models.place.made(name, model_at(models, context, path, role="reference"))
     start.model.requires_grad_(False)
     rests = "reference" in cfg.train.offload
     own = replace(cut, replays=False)  # its log-probs are those of its own experts
@@ -152,15 +159,15 @@ class ReferenceChoice:
 
     def __call__(self, groups: Sequence[Group]) -> Tensor:
         """[R] numbers of the references. DataError for a task that has none."""
-        return torch.tensor([self._number(g.task) for g in groups for _ in g.rollouts])
+        return torch.tensor([self.number(g.task) for g in groups for _ in g.rollouts])
 
-    def _number(self, task: Task) -> int:
+    def number(self, task: Task) -> int:
         label = task.source if self.column is None else task.extra.get(self.column)
         if isinstance(label, str) and label in self.numbers:
             return self.numbers[label]
         has = "its source" if self.column is None else f"its column {self.column!r}"
         raise DataError(
-            f"Task {task.uid} of source {task.source!r} has no reference: {has} is {label!r}, and reference.models "
+            f"A task of source {task.source!r} has no reference: {has} is {label!r}, and reference.models "
             f"has the values {', '.join(map(repr, self.numbers))}; add the value to a model, or leave out such rows."
         )
 
@@ -182,6 +189,24 @@ def reference_logprobs(references: Sequence[TrainEngine], batch: Batch) -> Tenso
     return logp_N[torch.cat(at).argsort().to(logp_N.device)]
 
 
+def check_models(context: Context, models: Models) -> None:
+    """ConfigError or CheckpointError for models that could not be made as the config of a stage says, as far as that
+    shows before weights are read."""
+    cfg, algorithm = context.cfg, context.algorithm
+    choose(models.model, cfg.train.trainable)
+    if (users := chosen.of_user(cfg.train)) is not None:
+        chosen.maker(*users, on_ranks=bool(ranks_of(cfg.train.parallel)))
+    paths: list[tuple[Role, str | None]] = []
+    if algorithm.needs_reference:
+        paths += [("reference", path) for path in _reference_paths(cfg.reference)]
+    if algorithm.needs_critic:
+        paths.append(("critic", cfg.critic.path))
+    for role, path in paths:
+        if path is not None:
+            folder, names = _folder(cfg, path, role)
+            examined(Path(path).expanduser(), folder, vocab_size=len(models.tokenizer), names=names)
+
+
 def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TrainEngine:
     """From its folder, or a copy of the current policy, with a value head, or as the language model that it is."""
     cfg, plan = context.cfg, context.plan
@@ -192,7 +217,7 @@ def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> T
     if path is None:
         make = partial(_of_policy, models.policy.maker())
     else:
-        make = model_at(models, context, path, role="critic", overrides=cfg.critic.overrides, head=name)
+        make = model_at(models, context, path, role="critic", head=name)
     seed = seeds.key(cfg.seed, "critic")
     start = models.place.made("critic", partial(build_critic, make, lora=cfg.critic.lora, seed=seed))
     model = start.model
@@ -241,27 +266,32 @@ def build_critic(make: Make, *, lora: LoraConfig | None, seed: int) -> PreTraine
     return model
 
 
-def model_at(
-    models: Models,
-    context: Context,
-    path: str,
-    *,
-    role: Literal["critic", "reference"],
-    overrides: dict[str, Any] | None,
-    head: str | None = None,
-) -> Make:
-    """Reads the model of a folder. overrides: of its config.json; None: the policy's. head: name of a value head that
-    the folder may hold.
-    """
-    cfg = context.cfg
+def _folder(cfg: Config, path: str, role: Role) -> tuple[ModelConfig, tuple[str, str]]:
+    """How the model of a folder is read: like the policy, with overrides of its own if they are given; and the names of
+    its keys."""
+    overrides = getattr(cfg, role).overrides
     section = role if path == getattr(cfg, role).path else f"{role}.models"
     names = f"{section}.path", f"{'model' if overrides is None else role}.overrides"
     own = {"path": path, "scratch": None, "mtp": None, "expert_grid": None} | (
         {} if overrides is None else {"overrides": overrides}
     )
+    return cfg.model.model_copy(update=own), names
+
+
+def model_at(
+    models: Models,
+    context: Context,
+    path: str,
+    *,
+    role: Role,
+    head: str | None = None,
+) -> Make:
+    """Reads the model of a folder. head: name of a value head that the folder may hold."""
+    cfg = context.cfg
+    folder, names = _folder(cfg, path, role)
     return partial(
         build_model,
-        cfg.model.model_copy(update=own),
+        folder,
         vocab_size=len(models.tokenizer),
         eos_token_id=models.tokenizer.eos_token_id,
         pad_token_id=models.tokenizer.pad_token_id,

@@ -170,6 +170,10 @@ class TaskStream:
                 left.pop(s.task(row, 0).source, None)
         return list(left)
 
+    def each(self) -> Iterator[Task]:
+        """A task of every row."""
+        return (s.task(row, 0) for s in self._sources for row in range(len(s)))
+
     def next(self, n: int) -> list[Task]:
         """The next n tasks."""
         return [self._draw() for _ in range(n)]

@@ -26,7 +26,7 @@ from whet import seeds
 from whet.config import schema
 from whet.config.mtp import COUNT, mtp_of, names_of
 from whet.config.scratch import config_json, over, problems
-from whet.config.sizes import MOST_LAYERS, check_files, exported, heads
+from whet.config.sizes import MOST_LAYERS, Head, check_files, exported, heads
 from whet.config.urls import hub_hint
 from whet.data.timed import decoded
 from whet.environment import quiet_deepspeed
@@ -66,13 +66,9 @@ def build(
     if (cfg.path is None) == (cfg.scratch is None):
         raise ConfigError("model: give either `path` (a Hugging Face folder) or `scratch`")
     if cfg.path is not None:
-        model = _load(Path(cfg.path).expanduser(), cfg, seed=seed, dtype=dtype, head=head, names=names)
-        rows = len(_embedding(model).weight)
-        if vocab_size > rows:
-            raise ConfigError(
-                f"{names[0]}={cfg.path}: the tokenizer has {vocab_size} tokens, the embedding {rows} rows; "
-                "use the tokenizer that belongs to the model"
-            )
+        path = Path(cfg.path).expanduser()
+        config, files = examined(path, cfg, vocab_size=vocab_size, names=names)
+        model = _load(path, cfg, config, files, seed=seed, dtype=dtype, head=head, key=names[0])
     else:
         config = _scratch_config(cfg, vocab_size=vocab_size)
         model = _initialise(config, seed=seed, dtype=dtype)
@@ -197,21 +193,36 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, written: Path, path: Pa
 # ---------------------------------------------------------------- from a folder
 
 
-def _load(
-    path: Path,
-    cfg: schema.ModelConfig,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    head: str | None,
-    names: tuple[str, str],
-) -> PreTrainedModel:
+def examined(
+    path: Path, cfg: schema.ModelConfig, *, vocab_size: int, names: tuple[str, str] = NAMES
+) -> tuple[PreTrainedConfig, list[Head]]:
+    """The config of a model's folder, and the heads of its files. Raises what `build` does before it reads weights."""
     key = names[0]
     _check_folder(path, key)
     files = heads(path)
     check_files(path, cfg.overrides, files, key=key, over=names[1])
     config = _read_config(path, cfg.overrides, names)
     check_weights(path, files, key=key, named=getattr(config, "transformers_weights", None))
+    rows = config.get_text_config().vocab_size
+    if vocab_size > rows:
+        raise ConfigError(
+            f"{key}={path}: the tokenizer has {vocab_size} tokens, the embedding {rows} rows; "
+            "use the tokenizer that belongs to the model"
+        )
+    return config, files
+
+
+def _load(
+    path: Path,
+    cfg: schema.ModelConfig,
+    config: PreTrainedConfig,
+    files: list[Head],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    head: str | None,
+    key: str,
+) -> PreTrainedModel:
     told = config.get_text_config().to_dict()
     if dropped := [f"{name}={value}" for name, value in told.items() if _drops(name, value)]:
         log.info("%s: the model's own dropout is not applied (%s)", path, ", ".join(dropped))

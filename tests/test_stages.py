@@ -1,0 +1,63 @@
+"""Runs of several stages: what a later one cannot begin with is said before the first one trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whet
+from tiny import RUN
+from whet.types import WhetError
+
+ROOT = Path(__file__).parents[1]
+ASYNC = {"schedule": "async"}
+KL = {"kl": {"coef": 0.1}}
+CORRECTED = {"correction": {"weight": {"name": "token", "high": 2.0}}}
+HELD_OUT = {"eval": [{"path": "tests/data/held_out.jsonl"}]}
+STOPPING = {"early_stopping": {"metric": "eval/nothing"}}
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ({"algorithm": KL, "reference": {"path": "nowhere"}}, "reference.path=nowhere: no such folder"),
+        ({"algorithm": {"name": "ppo"}, "critic": {"path": "nowhere"}}, "critic.path=nowhere: no such"),
+        ({"train": {"trainable": {"nothing": False}}}, "train.trainable: 'nothing' occurs in no name"),
+        ({"train": {"engine": "nowhere.py:Engine"}}, "train.engine .*nowhere.py:Engine': cannot load"),
+        (
+            {
+                "rollout": ASYNC,
+                "algorithm": CORRECTED,
+                "buffer": {"replay": {"queue": True, "priority": "nowhere.py:best"}},
+            },
+            "buffer.replay.priority 'nowhere.py:best': cannot load",
+        ),
+        (
+            {"data": HELD_OUT, "eval": {"interval": 1}, "train": STOPPING},
+            "train.early_stopping.metric=eval/nothing: the evaluation has only eval/held_out/mean@1",
+        ),
+        (
+            {
+                "algorithm": {"name": "sft"},
+                "data": HELD_OUT | {"overlong": "filter"},
+                "eval": {"interval": 1},
+                "train": STOPPING,
+            },
+            "metric=eval/nothing: the evaluation has only .*eval/held_out/loss_nats",
+        ),
+    ],
+)
+def test_what_a_later_stage_cannot_begin_with_is_said_before_the_first_trains(
+    tmp_path: Path, stage: dict[str, Any], said: str
+) -> None:
+    sections = RUN | {"stages": [{"name": "first"}, {"name": "second", **stage}]}
+    with pytest.raises(WhetError, match=said):
+        whet.train(run_dir=str(tmp_path / "run"), **sections)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
