@@ -1,11 +1,14 @@
-"""Runs of several stages: what a later one cannot begin with is said before the first one trains."""
+"""Runs of several stages: what a later one cannot begin with is said before the first one trains, and what a stage has
+taken is given back at its end."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationMixin
 
 import whet
 from tiny import RUN
@@ -61,3 +64,22 @@ def test_what_a_later_stage_cannot_begin_with_is_said_before_the_first_trains(
     with pytest.raises(WhetError, match=said):
         whet.train(run_dir=str(tmp_path / "run"), **sections)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
+
+
+def test_the_copy_that_a_stage_samples_from_is_there_in_this_stage_alone(tmp_path: Path) -> None:
+    """It is as large as the policy."""
+    apart = {"rollout": {"sync_interval": 2}, "algorithm": CORRECTED}
+    stages = [{"name": "before"}, {"name": "apart", **apart}, {"name": "after"}]
+    given = RUN | {"stages": stages, "checkpoint": {"export": False}}
+    found: dict[str, int] = {}
+
+    def models() -> int:
+        gc.collect()
+        return sum(isinstance(each, GenerationMixin) for each in gc.get_objects())
+
+    def count(row: dict[str, Any]) -> None:
+        found[row["stage"]] = models() - before
+
+    before = models()
+    whet.train(run_dir=str(tmp_path / "run"), on_step=count, **given)
+    assert found == {"before": 1, "apart": 2, "after": 1}

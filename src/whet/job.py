@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ from whet.models.forward import decoder
 from whet.models.load import build as build_model
 from whet.models.load import end_tokens
 from whet.models.logprob_parity import self_test
-from whet.models.lora import attach, twin
+from whet.models.lora import attach
 from whet.rewards.combine import RewardSet
 from whet.rollout.engine import EngineInputs, RolloutEngine, missing
 from whet.rollout.needs import check_engine
@@ -49,8 +49,6 @@ from whet.track.record import RunDirectory
 from whet.track.run_paths import trainers
 from whet.track.timeline import SAMPLING, Timeline
 from whet.track.trackers import Tracker, open_trackers
-from whet.training.micro_batches import MicroBatchPolicy
-from whet.training.torch import TorchEngine
 from whet.types import ConfigError
 from whet.whole import Here, InFiles, Place, Whole
 
@@ -81,10 +79,9 @@ class Models:
     """The self-test found that sampled log-probs equal the trainer's bit for bit."""
     engine: RolloutEngine | None
     """None: no stage samples."""
-    sampler: TorchEngine | None
-    """A copy of the policy to sample from, where a stage syncs less often than every step."""
-    sampler_on_ranks: bool = False
-    """This copy is on the ranks of each stage instead: nothing in this process samples from it."""
+    sampler: Literal["here", "on_ranks"] | None
+    """Where stages that sync less often than every step have a copy of the policy to sample from: in this process, or,
+    if nothing in it samples, on their ranks. None: there is no such stage."""
     environments: Environments = field(default_factory=Environments)
     """What the policy acts in, if the config names an environment."""
     rank_lines: RankLines | None = None
@@ -238,14 +235,12 @@ def open_models(
     display.phase("self-test")
     samples = any(p.generates for p in plans)
     copied = any(p.samples_apart and p.generates for p in plans)
-    on_ranks = copied and isinstance(place, InFiles)
-    sampler = TorchEngine(twin(model), ops, cut=MicroBatchPolicy()) if copied and not on_ranks else None
     exact = samples and alike(loaded) and prove_exact(loaded.stages[-1], plans, model, ops=ops)
     engine = None
     if samples:
         engine = (opener or open_engine)(
             plans,
-            sampler.module if sampler else model,
+            model,
             ops,
             cfg=cfg,
             tokenizer=tokenizer,
@@ -262,8 +257,7 @@ def open_models(
         ops,
         exact,
         engine,
-        sampler,
-        sampler_on_ranks=on_ranks,
+        ("on_ranks" if isinstance(place, InFiles) else "here") if copied else None,
         environments=environments or Environments(Path(cfg.run_dir) / "journal"),
         rank_lines=rank_lines,
         place=place,

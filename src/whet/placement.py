@@ -149,4 +149,6 @@ def engine_of(
 def _samples_elsewhere(models: Models) -> bool:
     """Nothing in this process samples from the policy, or from a copy that shares its memory."""
     engine = models.engine
-    return models.sampler is None and (engine is None or (isinstance(engine, Router) and engine.takes_source))
+    return models.sampler != "here" and (
+        engine is None or (isinstance(engine, Router) and engine.takes_source)
+    )

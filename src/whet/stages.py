@@ -31,7 +31,7 @@ from whet.loop import steps
 from whet.placement import open_ranks
 from whet.recorder import check_metrics, open_recorder
 from whet.rewards.combine import check_columns
-from whet.rollout.engine import RolloutEngine
+from whet.rollout.engine import WeightUpdate
 from whet.rollout.episode import sampling_by_source
 from whet.rollout.native.engine import NativeEngine
 from whet.simulated_learner import open_simulated
@@ -95,7 +95,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
     timeline.at = job.loaded.names[index], state["step"] if start else 0
     with ExitStack() as ranks:  # they end with the stage, also where it cannot begin
         with timeline.span(OPEN_STAGE, STEPS):
-            await renew_cache(job.models.engine, job.plans[index])
+            await give_back(job.models, job.plans[index])
             begun = begin(job, index)
             await check(job, begun)
             tell(begun, job.models.tokenizer)
@@ -302,10 +302,13 @@ def open_stage(job: Job, begun: Begun, before: StageEnd, stack: ExitStack) -> tu
     ), profiler
 
 
-async def renew_cache(engine: RolloutEngine | None, plan: Plan) -> None:
-    """Give back what the stage before has taken for its KV cache, before models and optimizers are made. A stage that
-    samples nothing has none."""
+async def give_back(models: Models, plan: Plan) -> None:
+    """Free what the stage before has left to the engine, its copy of the policy and its KV cache, before models and
+    optimizers are made. A stage that samples nothing has no cache."""
+    engine = models.engine
     if isinstance(engine, NativeEngine):
+        if not engine.quantized:
+            await engine.update_weights(WeightUpdate(version=engine.version, module=models.model))
         await engine.place("cpu", frozenset({"cache"}))
         if plan.generates:
             await engine.place("gpu", frozenset({"cache"}))

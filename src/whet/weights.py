@@ -22,6 +22,7 @@ from whet.sync.weights import publish, sync
 from whet.training.engine import TrainEngine
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import Ranks
+from whet.training.torch import TorchEngine
 from whet.types import Json, Metrics
 
 log = logging.getLogger(__name__)
@@ -139,9 +140,11 @@ def open_weights(
     if out is not None and policy.machine is not None:
         who = "a rank" if out.there else "this process, because the ranks do not reach the run directory,"
         log.info("stage %s: the ranks are on another machine; %s writes their weights", context.name, who)
-    # another stage may need the copy; this one samples from the policy itself where it can, as its plan says
-    sampler: TrainEngine | None = models.sampler if context.plan.samples_apart else None
-    if models.sampler_on_ranks and context.plan.samples_apart:
+    sampler: TrainEngine | None = None
+    apart = models.sampler if context.plan.samples_apart and context.plan.generates else None
+    if apart == "here":
+        sampler = TorchEngine(models.policy.copied().model, models.ops, cut=MicroBatchPolicy())
+    elif apart == "on_ranks":
         sampler = engine_of(
             models, context.cfg, "sampler", models.policy.copied(), ranks=ranks, cut=MicroBatchPolicy()
         )
