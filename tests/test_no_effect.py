@@ -78,6 +78,24 @@ def test_a_stop_string_that_no_text_has_ends_the_run_before_it_trains(tmp_path: 
     assert not (tmp_path / "run/metrics.jsonl").read_text()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ((), "rollout.schedule=deterministic: groups are trained on in the order of their tasks"),
+        (("rollout.schedule=async",), "with mode=both groups of older weights are trained on first"),
+        (
+            ("rollout.schedule=async", "buffer.replay.queue=true"),
+            "the priority determines the order of training",
+        ),
+    ],
+)
+def test_the_reason_why_an_order_has_no_effect_is_the_order_that_there_is(
+    overrides: tuple[str, ...], why: str
+) -> None:
+    told = dict(problems("rollout.max_staleness=1", "buffer.order=newest", *overrides))
+    assert why in told["buffer.order"]
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     """Every text has it: all replies would be of one token."""
     with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop"):

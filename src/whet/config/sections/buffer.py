@@ -49,8 +49,9 @@ class BufferConfig(Section):
     postgresql://USER@HOST:PORT/DATABASE (the password in PGPASSWORD). Three slashes precede a path relative to the
     working directory, four an absolute path."""
     order: Literal["arrival", "newest", "task"] = "arrival"
-    """Order in which groups are trained on, with rollout.schedule=async. arrival: in the order of arrival; newest: the
-    latest arrival first; task: in the order of the tasks, and the trainer waits for the earliest one."""
+    """Order in which groups of explorers in other processes are trained on, with rollout.schedule=async. arrival: in
+    the order of arrival; newest: the latest arrival first; task: in the order of the tasks, and the trainer waits for
+    the earliest one."""
     lease_s: Above0 = 300.0
     """Lease of an explorer on its tasks, in seconds: an explorer without a sign of life for this long loses its tasks
     to other explorers."""
