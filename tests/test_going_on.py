@@ -347,6 +347,30 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path, tmp_path: Path) ->
         train(run_dir, "train.steps=4")
 
 
+def test_failures_of_a_refill_are_counted_with_the_next_step_also_after_a_resume(tmp_path: Path) -> None:
+    """Task 3 is uniform, so the first step samples task 4 beside; tasks 5 to 7 have no reward: 6 rollouts of 10."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def judge(response, task):\n"
+        "    return float(sum(map(ord, response))) if task.answer == 'any' else task.answer"
+    )
+    answers = [*["any"] * 3, 1.0, "any", *["none"] * 3, *["any"] * 8]
+    rows = [{"prompt": f"{'abcdefgh'[n % 8]}>", "answer": answer} for n, answer in enumerate(answers)]
+    more: dict[str, Any] = {
+        "data": {"max_prompt_tokens": 8, "order": "sequential", "train": [{"rows": rows}]},
+        "rewards": {"judge": {"function": f"{rewards}:judge"}},
+        "reward_workers": {"max_failure_rate": 0.7},
+        "algorithm": {"name": "dapo"},
+        "train": {**CONFIG["train"], "steps": 2},
+    }
+    run_dir = tmp_path / "run"
+    train(run_dir, **more)
+    whole = metrics(run_dir)
+    shutil.rmtree(checkpoint.all_in(run_dir / "checkpoints")[1])
+    train(run_dir, **more)
+    assert metrics(run_dir) == whole
+
+
 @pytest.mark.parametrize("key", ["rollout.max_staleness=1", "rollout.sync_interval=2"])
 def test_more_steps_are_no_free_change_where_the_former_end_shows(tmp_path: Path, key: str) -> None:
     """The step after the former end was not sampled ahead, or by weights that were synced only because it was the end;

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 from whet import seeds
 from whet.algos.groups import Choose, chooser, refine, rejection, with_baseline
 from whet.buffer.buffer import SURPLUS, Buffer
+from whet.buffer.groups import encode, restored
 from whet.buffer.priority import priority
 from whet.buffer.queue import TrainerQueue
 from whet.buffer.replay import Replay
@@ -302,6 +303,7 @@ class Explorer:
             "buffer": self.buffer.state(),
             "rounds": self.rounds.state() if self.rounds else None,
             "ledger": self.ledger.state(),
+            "unchecked": [encode(group) for group in self.unchecked],
         }
 
     def restore(self, state: Json, *, changed: bool) -> list[tuple[str, str, str]]:
@@ -312,6 +314,7 @@ class Explorer:
             self.rounds.restore(state["rounds"])
         self.in_flight.again = self.buffer.restore(state["buffer"], state["sampler_version"])
         self.buffer.ledger = Ledger.from_state(state["ledger"])
+        self.unchecked = [restored(g) for g in state.get("unchecked", ())]  # older checkpoints lack them
         return rows
 
 
