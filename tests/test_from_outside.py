@@ -28,6 +28,15 @@ def centred(batch, *, reward_N, scale: float = 1.0):
     """Reward less a half, at every token."""
     return (batch.reward_R[batch.rollout_N] - 0.5) * scale * batch.mask_N, None
 
+def divided(batch):
+    """By a standard deviation that is 0, as where all rewards are equal."""
+    equal_R = batch.reward_R * 0
+    return (equal_R / equal_R.std())[batch.rollout_N].where(batch.mask_N, float("nan")), None
+
+def unsampled(batch):
+    """Not finite where nothing was sampled, which says nothing."""
+    return batch.reward_R[batch.rollout_N].where(batch.mask_N, float("inf")), None
+
 def halved(batch, log_N, *, factor: float = 1.0):
     """An importance weight that is the same for every token."""
     return log_N * 0 + factor
@@ -190,6 +199,17 @@ def test_an_importance_weight_that_does_not_fit_is_refused(
 def test_a_loss_without_a_gradient_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(WhetError, match=r"its loss_N has no gradient: compute it from outputs.logp_N"):
         whet.train(**tree, overrides=[f"algorithm.loss={tmp_path}/mine.py:detached"])
+
+
+def test_an_advantage_that_is_not_finite_is_named_at_the_first_step(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    said = r"advantage '.*:divided' returned nan for (\d+) of the \1 sampled tokens, first for rollout 0 of the batch"
+    with pytest.raises(WhetError, match=said):
+        whet.train(**tree, overrides=[f"algorithm.advantage={tmp_path}/mine.py:divided"])
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+    other = f"run_dir={tmp_path / 'other'}"
+    whet.train(**tree, overrides=[f"algorithm.advantage={tmp_path}/mine.py:unsampled", other])
 
 
 def test_another_name_inherits_no_setting(tree: dict[str, Any]) -> None:

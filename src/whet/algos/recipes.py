@@ -427,6 +427,8 @@ def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch,
         function = partial(function, reward_N=reward_N)
     result = _called(f"advantage {r.advantage!r}", function, batch)
     adv_N, return_N = _checked(result, batch, name=r.advantage)
+    if r.settings["advantage"].is_own:
+        _expect_finite(adv_N, batch, name=r.advantage)
     if r.whiten:
         adv_N = whiten(adv_N, batch.mask_N, ddof=r.whiten_ddof)
     adv_N = bounded(adv_N, *r.advantage_clip)
@@ -475,6 +477,21 @@ def _checked(result: object, batch: Batch, *, name: str) -> tuple[Tensor, Tensor
     raise WhetError(
         f"advantage {name!r} must return (adv_N, return_N or None), each of shape ({batch.tokens},), one number a "
         f"token; got {f'({got})' if isinstance(result, tuple) else got}."
+    )
+
+
+def _expect_finite(adv_N: Tensor, batch: Batch, *, name: str) -> None:
+    """WhetError where an advantage of the user's is not finite at a sampled token: its gradient would not be either,
+    and the run would skip its steps without saying why."""
+    wrong_M = (batch.mask_N & ~adv_N.isfinite()).nonzero().squeeze(1)
+    if not len(wrong_M):
+        return
+    first, count = wrong_M[0], int(batch.mask_N.sum())
+    rollout = int(batch.rollout_N[first])
+    raise WhetError(
+        f"advantage {name!r} returned {float(adv_N[first])} for {len(wrong_M)} of the {count} sampled tokens, first "
+        f"for rollout {rollout} of the batch, whose reward is {float(batch.reward_R[rollout]):g}; expected finite "
+        "numbers. A division by a standard deviation of 0 gives NaN: add a small number to it, or give such rollouts 0."
     )
 
 
