@@ -75,6 +75,13 @@ def metrics(run_dir: Path) -> bytes:
     return (run_dir / "metrics.jsonl").read_bytes()
 
 
+def record_of(run_dir: Path) -> dict[str, bytes]:
+    """Every file of a run by its name; without those that say what was tried."""
+    said = ("run.log", "lock", "stacks")
+    found = ((str(path.relative_to(run_dir)), path) for path in run_dir.rglob("*") if path.is_file())
+    return {name: path.read_bytes() for name, path in found if not name.startswith(said)}
+
+
 def history(run_dir: Path) -> list[dict[str, Any]]:
     return json.loads((run_dir / "manifest.json").read_text()).get("changes", [])
 
@@ -306,8 +313,11 @@ def test_other_rows_are_a_branch_too(tmp_path: Path) -> None:
     train(run_dir, source)
     shutil.rmtree(checkpoint.all_in(run_dir / "checkpoints")[2])
     data.write_text("\n".join([*lines[1:], lines[0]]))
+    before = record_of(run_dir)
+    assert b'"step": 3' in before["metrics.jsonl"], "later than the checkpoint that is left"
     with pytest.raises(CheckpointError, match=r"'words' has changed since the run was saved .* --change"):
-        train(run_dir, source)
+        train(run_dir, source, "rollout.timeout_s=77")
+    assert record_of(run_dir) == before, "of a resume that is refused nothing changes"
     train(run_dir, source, change=True)
     assert [(row["step"], row["key"]) for row in history(run_dir)] == [(2, "rows of 'words'")]
 

@@ -355,9 +355,7 @@ def _run(
     for made in rewards:
         made.load_models(loaded.day)
     stop = stack.enter_context(stop_on_ctrl_c(display.message))
-    note_start(loaded, directory, start)
-    if directory.path == home:
-        directory.truncate_to(start.state["stage"], start.state["step"])
+    note_start(loaded, directory, start, beside=directory.path != home)
     if aside:
         display.message(f"the previous run was moved to {aside}")
     if start.checkpoint:
@@ -418,7 +416,7 @@ def _open(
     stack.callback(records.uploads.finish, 0.0)
     stack.callback(records.saver.close)
     if start.checkpoint:
-        records.uploads.missing(*written(directory.path, start.state))
+        directory.once_resumed(lambda: records.uploads.missing(*written(directory.path, start.state)))
     return replace(job, records=records)
 
 

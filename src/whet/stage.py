@@ -59,8 +59,8 @@ class Stage:
         self.recorder.restore(state)
         self.weights.restore(state)
         rows = self.learner.restore(state, changed=changed) + self.explorer.restore(state, changed=changed)
-        other_rows(self.recorder.directory, rows, self.context.name, done)
         self.recorder.directory.resumed()
+        other_rows(self.recorder.directory, rows, self.context.name, done)
         self.context.monitor.step = done
         return done
 

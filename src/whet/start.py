@@ -159,9 +159,10 @@ def check_record(directory: RunDirectory, start: RunStart) -> None:
             directory.check(state["record"], path, at=(state["stage"], state["step"]))
 
 
-def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None:
-    """Write config.yaml and manifest.json, which gets the start of a resumed run once its checkpoint has been taken; a
-    resumed run records its changes."""
+def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart, *, beside: bool) -> None:
+    """Write config.yaml and manifest.json, and drop from the record what is later than the checkpoint; a resumed run
+    records its changes. All of it once the checkpoint has been taken: a resume that is refused changes nothing. beside:
+    the process explores or evaluates beside a trainer, and takes no checkpoint."""
     from whet.job import pick_device
     from whet.models.arithmetic import facts
     from whet.track import history
@@ -175,16 +176,22 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart) -> None
     described = describe(
         config=text, seed=cfg.seed, data_files=data_files(loaded), code=loaded.code, bits=bits
     )
+
+    def write() -> None:
+        if start.checkpoint:
+            changes = [*start.changes, *history.since_last_start(directory.path, shown)]
+            history.write_down(directory, changes, start.state, unasked=start.code)
+            set_aside_export(loaded, directory.path, start.state)
+        directory.write_config(text)
+        directory.write_manifest(described)
+        if not beside:
+            directory.truncate_to(start.state["stage"], start.state["step"])
+
     if start.checkpoint:
         history.compare_starts(directory, described)
-        changes = [*start.changes, *history.since_last_start(directory.path, shown)]
-        history.write_down(directory, changes, start.state, unasked=start.code)
-        set_aside_export(loaded, directory.path, start.state)
-    directory.write_config(text)
-    if start.checkpoint and directory.last_start:
-        directory.resuming = described  # other data may be refused yet
-    else:
-        directory.write_manifest(described)
+        if directory.last_start and not beside:
+            directory.resume()
+    directory.once_resumed(write)
 
 
 def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:

@@ -25,7 +25,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from itertools import islice
@@ -103,8 +103,10 @@ class RunDirectory:
         except OSError as e:
             raise file_error(e, path) from e
         self.timeline = Timeline(path / "timeline.json")
-        self.resuming: dict[str, Json] | None = None
-        """The start of a run that resumes, until its checkpoint has been taken."""
+        self._held_bytes: int | None = None
+        """Bytes of metrics.jsonl that the checkpoint of a resume counts; None: all."""
+        self._put_off: list[Callable[[], object]] | None = None
+        """What a run that resumes changes here, until its checkpoint has been taken."""
 
     @property
     def identity(self) -> str:
@@ -131,11 +133,22 @@ class RunDirectory:
             self.path / "manifest.json", {**before, "starts": [*before.get("starts", []), dict(entry)]}
         )
 
+    def resume(self) -> None:
+        """The run resumes, and may be refused yet: until `resumed`, what is to be changed is put off."""
+        self._put_off = []
+
+    def once_resumed(self, change: Callable[[], object]) -> None:
+        """Change something of the run: now, or once the checkpoint has been taken."""
+        if self._put_off is None:
+            change()
+        else:
+            self._put_off.append(change)
+
     def resumed(self) -> None:
-        """The checkpoint has been taken: from here on manifest.json has the start."""
-        if self.resuming is not None:
-            self.write_manifest(self.resuming)
-            self.resuming = None
+        """The checkpoint has been taken."""
+        changes, self._put_off = self._put_off or [], None
+        for change in changes:
+            change()
 
     def write_changes(
         self, rows: Sequence[Mapping[str, Json]], *, since: tuple[int, int] | None = None
@@ -283,8 +296,8 @@ class RunDirectory:
 
     def check(self, held: Json, checkpoint: Path, *, at: tuple[int, int]) -> None:
         """Compare the record with what it held when a checkpoint was written. at: stage and step of it. WhetError if
-        metrics.jsonl does not begin with the lines of then. Those that came after them go; if they are of the same
-        steps the log says so, and which files are missing."""
+        metrics.jsonl does not begin with the lines of then. `truncate_to` drops those that came after them; if they are
+        of the same steps the log says so, and which files are missing."""
         wanted, data = held[METRICS], (self.path / METRICS).read_bytes()
         begin, after = data[: wanted["bytes"]], data[wanted["bytes"] :]
         if hashlib.sha256(begin).hexdigest() != wanted["sha256"]:
@@ -295,7 +308,7 @@ class RunDirectory:
                 f"lines, now it has {now}, so a resumed run would have a gap in its record. Restore the file, or "
                 f"resume in another run_dir with checkpoint.resume={checkpoint}"
             )
-        write_bytes(self.path / METRICS, begin)
+        self._held_bytes = len(begin)
         places = (self._place(line["stage"], line["step"]) for _, line in parsed(after, self.path / METRICS))
         if doubled := sum(place <= at for place in places):
             log.warning("%s: %d lines of steps that it already has are dropped", self.path / METRICS, doubled)
@@ -351,7 +364,8 @@ class RunDirectory:
             for stage, at, path in list_steps(folder)
             if self._place(stage, at) > limit
         ]
-        metrics, timings = (self._kept(name, limit) for name in (METRICS, "timings.jsonl"))
+        metrics = self._kept(METRICS, limit, most=self._held_bytes)
+        timings = self._kept("timings.jsonl", limit)
         for path in late:
             path.unlink()
             self._files.pop(f"{path.parent.name}/{path.name}", None)
@@ -385,10 +399,10 @@ class RunDirectory:
         path, stage, step = Path(line["path"]), line["stage"], line["step"]
         return any(is_named(path, template, stage, step) for template in self._dumps.values())
 
-    def _kept(self, name: str, limit: tuple[int, int]) -> bytes:
-        return b"".join(
-            raw for raw, line in lines(self.path / name) if self._place(line["stage"], line["step"]) <= limit
-        )
+    def _kept(self, name: str, limit: tuple[int, int], *, most: int | None = None) -> bytes:
+        """The lines of a file that are not later, among its first `most` bytes."""
+        there = lines(self.path / name, most)
+        return b"".join(raw for raw, line in there if self._place(line["stage"], line["step"]) <= limit)
 
     def _rewrite(self, file: io.FileIO, name: str, data: bytes) -> io.FileIO:
         write_bytes(self.path / name, data)
@@ -411,7 +425,7 @@ class RunDirectory:
         """Close the files. Safe to call twice."""
         self._metrics.close()
         self._timings.close()
-        self.timeline.close()
+        self.timeline.close(write=self._put_off is None)
 
 
 def line_of(stage: str, step: int, numbers: Metrics) -> bytes:

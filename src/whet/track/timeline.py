@@ -184,9 +184,10 @@ class Timeline:
         if self._file is not None:
             os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Write what is left. Safe to call twice."""
-        self.flush()
+    def close(self, *, write: bool = True) -> None:
+        """Write what is left, if it is to be written. Safe to call twice."""
+        if write:
+            self.flush()
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -113,10 +113,11 @@ def _numbers(
     return out
 
 
-def lines(path: Path) -> Iterator[tuple[bytes, dict[str, Json]]]:
-    """(bytes, parsed) of each whole line; only the last may be broken, else the file was tampered with."""
+def lines(path: Path, most: int | None = None) -> Iterator[tuple[bytes, dict[str, Json]]]:
+    """(bytes, parsed) of each whole line, in the first `most` bytes; only the last may be broken, else the file was
+    tampered with."""
     check_regular(path, DataError)
-    return parsed(path.read_bytes(), path)
+    return parsed(path.read_bytes()[:most], path)
 
 
 def parsed(data: bytes, path: Path, first: int = 1) -> Iterator[tuple[bytes, dict[str, Json]]]:
