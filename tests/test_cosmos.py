@@ -557,8 +557,10 @@ def test_files_and_trackers() -> None:
     )
     assert checkpoint(weights_only) == {
         "checkpoint.interval": "2 epochs", "checkpoint.keep": 5, "checkpoint.export": False,
-        "checkpoint.async_save": False,
+        "checkpoint.export_interval": 0, "checkpoint.async_save": False,
     }  # fmt: skip
+    weights_only["train.ckpt.export_safetensors"] = True
+    assert checkpoint(weights_only)["checkpoint.export_interval"] == "2 epochs"
     assert refused("grpo", "train.ckpt.save_mode", "later")
     for wrong in ({"c_max_keep": 0}, {"c_save_freq": 0}):
         with pytest.raises(ConfigError, match=r"train\.ckpt"):

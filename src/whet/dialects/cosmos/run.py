@@ -78,12 +78,10 @@ def resume(values: Values) -> dict[str, Json]:
 
 
 def checkpoint(values: Values) -> dict[str, Json]:
-    """Steps or epochs between checkpoints, and between exports."""
+    """Steps or epochs between checkpoints; an export stands beside each, or none."""
     at = "train.ckpt."
-    if (epochs := values[at + "save_freq_in_epoch"]) > 0:
-        return {"checkpoint.interval": f"{epochs} epochs"}
-    every = together_up(values, values[at + "save_freq"])
-    exports = values[at + "export_safetensors"]
+    epochs, exports = values[at + "save_freq_in_epoch"], values[at + "export_safetensors"]
+    every = f"{epochs} epochs" if epochs > 0 else together_up(values, values[at + "save_freq"])
     return {"checkpoint.interval": every, "checkpoint.export_interval": every if exports else 0}
 
 
