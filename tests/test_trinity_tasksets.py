@@ -187,6 +187,19 @@ def test_the_trainer_divides_by_one_temperature() -> None:
     assert trained("0.6.0", warm, algorithm__algorithm_type="sft") is None
 
 
+def test_the_penalty_of_the_model_holds_in_evaluations_too() -> None:
+    """The model that is asked has it, and no taskset another one."""
+    held = [
+        {"name": "held", "path": "h.jsonl"},
+        {"name": "cold", "path": "c.jsonl", "rollout_args": {"top_k": 7}},
+    ]
+    told = data.evaluation(sets(A, model__repetition_penalty=1.2, **{EVALS: held}))
+    assert told["eval.sampling.repetition_penalty"] == 1.2
+    assert "repetition_penalty" not in told["eval.sources"]["cold"]["sampling"]
+    assert "eval.sampling.repetition_penalty" not in data.evaluation(sets(A, **{EVALS: held}))
+    assert data.evaluation(sets(A, model__repetition_penalty=1.2)) == {}
+
+
 def test_evaluations_have_lengths_of_their_own() -> None:
     """Each has its taskset's, else the model's (20), whatever training has (30)."""
     held, brief = {"name": "held", "path": "h.jsonl"}, {"name": "brief", "path": "b.jsonl"}

@@ -322,8 +322,10 @@ def evaluation(values: Values) -> Native:
                 "sampled otherwise; give each a name of its own."
             )
     special = {name: other for name, other in special.items() if other}
-    interval = values["synchronizer.sync_interval"]
+    interval, penalty = values["synchronizer.sync_interval"], values["model.repetition_penalty"]
     return out | {
+        # the rollout model's own, which no taskset can change; here an evaluation has none of its own
+        **({"eval.sampling.repetition_penalty": penalty} if penalty != 1 else {}),
         "data.exclude_eval": False,
         "eval.interval": max(values["explorer.eval_interval"] // interval, 1) * interval,
         "eval.at_start": values["explorer.eval_on_startup"],
