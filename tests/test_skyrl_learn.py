@@ -98,6 +98,17 @@ def test_losses_and_reductions() -> None:
     kl_cov = values(**{KL + "ppo_loss_type": "kl_cov"})
     assert learn.policy_loss(kl_cov)["algorithm.loss.kl_cov_ratio"] == 0.2
     assert "expected one of regular, dual_clip" in said(**{KL + "ppo_loss_type": "vanilla"})
+
+
+def test_losses_that_skyrl_sums_over_tokens_are_refused() -> None:
+    """Whatever loss_reduction says: cross_entropy in every version that has it, importance_sampling before 0.2."""
+    imitates: dict[str, Json] = {KL + "ppo_loss_type": "cross_entropy"}
+    weighs: dict[str, Json] = {KL + "ppo_loss_type": "importance_sampling"}
+    versions = [("doc", imitates), ("0.3", imitates), ("train-0.4", weighs), ("0.1", weighs)]
+    for version, given in versions:
+        with pytest.raises(NotSupportedYet, match="is a sum over tokens in this version of SkyRL"):
+            learn.policy_loss(values(version, **given))
+    assert learn.policy_loss(values("0.2", **weighs)) == {"algorithm.loss": "importance_sampling"}
     assert learn.reduction(values()) == {"algorithm.loss_agg_mode": "seq-mean-token-mean"}
     assert learn.reduction(values(**{KL + "loss_reduction": "seq_mean_token_sum_norm"})) == {
         "algorithm.loss_agg_mode": "seq-mean-token-sum-norm",

@@ -73,6 +73,13 @@ SMALLEST = 1e-12
 """For a clip width of 0, which no native width can be: 1 less this is 1 in float32."""
 
 
+def sums(v: Values) -> bool:
+    """The loss is a sum over tokens, whatever the reduction says; cross_entropy is, without KL and entropy."""
+    kind = v[f"{A}.ppo_loss_type"]
+    until_scaled = since(v, "train-0.4") and not since(v, "0.2")  # then advantages have the reduction
+    return kind == "cross_entropy" or (kind == "importance_sampling" and until_scaled)
+
+
 def policy_loss(v: Values) -> Native:
     """The loss and what it reads. regular has no bound for negative advantages, dual_clip has clip_ratio_c."""
     kind = v[f"{A}.ppo_loss_type"]
