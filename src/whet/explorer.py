@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from whet import seeds
@@ -39,7 +38,7 @@ from whet.guard.ledger import Ledger
 from whet.job import Models, decoder_of
 from whet.rewards.combine import RewardSet, check_failures, score
 from whet.rollout.engine import RolloutEngine
-from whet.rollout.episode import greedy, play_groups, sampling_by_source, to_sampling
+from whet.rollout.episode import play_groups, sampling_by_source, to_sampling
 from whet.rollout.gate import Door
 from whet.rollout.limits import limits_of
 from whet.rollout.pace import Pace
@@ -205,14 +204,19 @@ class Explorer:
         if "baseline" not in self.context.algorithm.needs:
             return groups
         greedy = await self._scored(self.play_greedy, tasks)
+        self.context.monitor.sampled_beside(sum(g.tokens for g in greedy))
         rules = self.context.cfg.algorithm.groups
         return [with_baseline(group, one.rollouts[0], rules) for group, one in zip(groups, greedy)]
 
     async def _scored(self, play: Play, tasks: list[Task]) -> list[Group]:
         with self._phase("generate"):
             groups = await play(tasks)  # token-exact; each rollout has its deadline
-        with self._phase("reward"):
-            groups = await score(groups, self.rewards)  # each call has its deadline
+        try:
+            with self._phase("reward"):
+                groups = await score(groups, self.rewards)  # each call has its deadline
+        except asyncio.CancelledError:  # given up: too old to be trained on
+            self.context.monitor.sampled_beside(sum(g.tokens for g in groups))
+            raise
         self.check_reward_failures(groups)
         return groups
 
@@ -471,7 +475,7 @@ def explorer_into(
     cfg, purpose = context.cfg, f"train/{context.name}"
     sampling, by_source = to_sampling(cfg.rollout.sampling), sampling_by_source(cfg.rollout)
     slots = Slots(partial(slots_of, models.engine, cfg), context.plan.group_size)
-    playing = partial(player, models, cfg, rewards)
+    playing = partial(player, models, cfg, rewards, extra=context.monitor.sampled_beside)
     return Explorer(
         context=context,
         engine=models.engine,
@@ -485,8 +489,8 @@ def explorer_into(
             ended=slots.ended,
         ),
         play_greedy=playing(
-            greedy(sampling),
-            by_source={name: greedy(own) for name, own in by_source.items()},
+            replace(sampling, temperature=0.0),
+            by_source={name: replace(own, temperature=0.0) for name, own in by_source.items()},
             size=1,
             purpose=f"{purpose}/greedy",
         ),
@@ -510,29 +514,25 @@ def player(
     *,
     size: int,
     purpose: str,
-    by_source: Mapping[str, Sampling] = MappingProxyType({}),
-    pace: Pace | None = None,
-    ended: Callable[[Task], object] = lambda task: None,
+    **more: Any,
 ) -> Play:
     """Plays tasks: groups of `size` rollouts, with random numbers for this purpose. rewards: for environments that ask
-    for scores. by_source, ended: as `play_groups` has them."""
+    for scores. more: by_source, pace, ended, extra, as `play_groups` has them."""
     ends = models.ends
     return partial(
         play_groups,
         models.engine,  # type: ignore[arg-type]  # None: nothing is ever sampled, nor played
         group_size=size,
         sampling=sampling,
-        by_source=by_source,
         seed=cfg.seed,
         purpose=purpose,
         decode=decoder_of(models.tokenizer),
         end_token_ids=ends,
         vocab=models.model.get_output_embeddings().out_features,
         timeout_s=cfg.rollout.timeout_s,
-        pace=pace,
         retries=cfg.rollout.retries,
         limits=limits_of(cfg),
-        ended=ended,
+        **more,
         **models.environments.arguments(cfg, models.tokenizer, ends, rewards, repeated=purpose == "eval"),
     )
 

@@ -562,6 +562,11 @@ class Group:
     task: Task
     rollouts: tuple[Rollout, ...]
 
+    @property
+    def tokens(self) -> int:
+        """Number of sampled tokens."""
+        return sum(rollout.tokens for rollout in self.rollouts)
+
 
 class WhetError(Exception):
     """An error that the user can fix: what was given, what was expected, what to do. Exit code 2 before a run, 1 during

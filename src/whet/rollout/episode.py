@@ -106,10 +106,6 @@ def sampling_by_source(cfg: RolloutConfig) -> dict[str, Sampling]:
     return {name: to_sampling(merged(cfg.sampling, own)) for name, own in cfg.sources.items()}
 
 
-def greedy(sampling: Sampling) -> Sampling:
-    return replace(sampling, temperature=0.0)
-
-
 @dataclass(frozen=True)
 class Play:
     """How rollouts are played; the same for all of a call."""
@@ -259,6 +255,7 @@ async def play_groups(
     has_env: Callable[[Task], bool] = lambda task: True,
     limits: EpisodeLimits | None = None,
     ended: Callable[[Task], object] = lambda task: None,
+    extra: Callable[[int], object] = lambda tokens: None,
 ) -> list[Group]:
     """`group_size` rollouts of each task, all at once, in the order of the tasks. by_source: sampling of the tasks of
     single sources. vocab: tokens that the model knows; a reply with others is an error of its rollout.
@@ -268,7 +265,9 @@ async def play_groups(
     beside replies. has_env: whether a task has an environment at all; else its rollouts are one reply, too. A rollout
     that raises or takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as
     `abort`, with its finished turns and the reason in `error`. It never affects other rollouts. ended: called with its
-    task when a rollout is over. Raises EnvBroken if environments cannot be played any more.
+    task when a rollout is over. extra: called with the number of sampled tokens that are in no rollout that is
+    returned: of attempts before the last, or of all where the call is cancelled. Raises EnvBroken if environments
+    cannot be played any more.
     """
     if make_env is not None and codec is None:
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
@@ -285,11 +284,14 @@ async def play_groups(
         pace=pace or Pace(timeout_s),
     )
 
+    begun: list[Episode] = []
+
     def start(task: Task, index: int, *, alone: bool, attempt: int) -> Episode:
         def key_of(fork: Fork) -> int:
             return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
 
-        return Episode(task, index, by_source.get(task.source, sampling), key_of, alone, attempt)
+        begun.append(Episode(task, index, by_source.get(task.source, sampling), key_of, alone, attempt))
+        return begun[-1]
 
     async def one(task: Task, index: int) -> Rollout:
         lost, alone, tried = 0, False, 0
@@ -306,10 +308,13 @@ async def play_groups(
                 return rollout
             log.info("rollout %d of task %d is retried", index, task.uid)
 
-    rollouts = await asyncio.gather(*(one(task, index) for task in tasks for index in range(group_size)))
-    return [
-        Group(task, tuple(rollouts[i * group_size : (i + 1) * group_size])) for i, task in enumerate(tasks)
-    ]
+    rollouts: list[Rollout] = []
+    try:
+        rollouts = await asyncio.gather(*(one(task, index) for task in tasks for index in range(group_size)))
+    finally:
+        sampled = sum(sum(strand.mask) for each in begun for strand in each.strands.values())
+        extra(sampled - sum(r.tokens for r in rollouts))
+    return [Group(task, each) for task, each in zip(tasks, zip(*[iter(rollouts)] * group_size))]
 
 
 async def _finish(episode: Episode, play: Play) -> Rollout:

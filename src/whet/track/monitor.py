@@ -45,6 +45,8 @@ class Monitor:
     """By phase, since the last step was recorded."""
     beside: dict[str, float] = field(default_factory=dict)
     """The same of what is sampled while the trainer trains."""
+    extra_tokens: int = 0
+    """Tokens that were sampled for training and are in none of its rollouts, since the last step was recorded."""
     together: Together = field(default_factory=Together)
     """Concurrent work of several explorers, timed once."""
     since: float = field(default_factory=lambda: clock())
@@ -72,6 +74,10 @@ class Monitor:
     def _ended_beside(self, name: str, start_ns: int) -> None:
         self.beside[name] = self.beside.get(name, 0.0) + self.timeline.since(start_ns, name, EXPLORING)
 
+    def sampled_beside(self, tokens: int) -> None:
+        """So many tokens were sampled for training and are in none of its rollouts."""
+        self.extra_tokens += tokens
+
     async def wait(
         self,
         awaitable: Awaitable[T],
@@ -89,8 +95,8 @@ class Monitor:
             return await wait(awaitable, owner=owner, what=what, progress=progress, **limits)
 
     def timings(self) -> tuple[Metrics, dict[str, float]]:
-        """(seconds of the step, whole and by phase, and the process's peak memory; seconds by phase alone), since the
-        last call. `other` is what no phase claims."""
+        """(seconds of the step, whole and by phase, the process's peak memory, and extra tokens if there are any;
+        seconds by phase alone), since the last call. `other` is what no phase claims."""
         seconds, self.seconds = self.seconds, {}
         beside, self.beside = self.beside, {}
         now = clock()
@@ -100,4 +106,6 @@ class Monitor:
         out |= {"time/other_s": step - sum(seconds.values()), "time/step_s": step}
         unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, kilobytes elsewhere
         out["memory/peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        if extra := self.extra_tokens:
+            out["rollout/extra_tokens_sum"], self.extra_tokens = float(extra), 0
         return out, seconds | beside
