@@ -227,9 +227,8 @@ def _rank(connection: Connection, out: Connection, told: list[str], env: dict[st
         Path("/proc/self/comm").write_text(f"{starter} {own[0]}")
     if tied:
         _end_with(int(starter))
-    import_module(module).serve(
-        line.picked_up([str(os.dup(connection.fileno())), file, str(os.getppid()), *others])
-    )
+    ours = line.picked_up([str(os.dup(connection.fileno())), file, str(os.getppid()), *others])
+    import_module(module).serve(ours)
 
 
 def _let_go() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -154,17 +155,20 @@ def test_a_stopped_process_ends_with_the_process_that_started_it_and_not_with_th
     until(lambda: state(pid) in ("", "Z"))
 
 
-def test_a_process_that_only_starts_is_not_ended_by_being_asked(tmp_path: Path) -> None:
+def test_a_process_that_starts_slowly_says_where_and_leaves_signals_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module is imported last: until its file is there, the signal would end it, and is not sent."""
     (tmp_path / "slow_to_start.py").write_text("import time\ntime.sleep(600)\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        line = LocalLine("slow_to_start", 0, folder=tmp_path, threads=1)
-    finally:
-        sys.path.remove(str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("whet.guard.line.subprocess", subprocess)  # an interpreter of its own
+    line = LocalLine("slow_to_start", 0, folder=tmp_path, threads=1)
     try:
         line.dump()
         assert "it does not answer: it" in line.stack()
-        time.sleep(0.1)
+        until(lambda: (tmp_path / "stack-0").exists())
+        line.process.send_signal(signal.SIGTERM)
+        until(lambda: line.dump() or 'slow_to_start.py", line 2 in <module>' in line.stack())
         assert not line.gone()
     finally:
         line.hang_up()

@@ -12,9 +12,10 @@ from whet.guard.line import picked_up
 def main() -> None:
     """Serve at this end of the line, as the module does."""
     module, *told = sys.argv[1:]
+    connection = picked_up(told)  # first: an import that takes long or hangs is asked where it stands
     with importing():
         serve = import_module(module).serve
-    serve(picked_up(told))
+    serve(connection)
 
 
 if __name__ == "__main__":
