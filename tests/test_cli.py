@@ -285,6 +285,22 @@ def test_ctrl_c_while_pydantic_builds_a_schema_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_ctrl_c_while_a_text_is_executed_ends_by_the_documented_status(tmp_path: Path) -> None:
+    """As dataclasses are made, in a library, too. Python ended by SIGINT then, which is 130 for a shell alone."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import whet.cli\ndef command():\n    exec('raise KeyboardInterrupt')\nwhet.cli.main = command\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "whet"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("after_s", MOMENTS)
 @pytest.mark.parametrize("name", INTERRUPTED_COMMANDS)
 def test_ctrl_c_at_any_moment_of_a_command_is_no_traceback(name: str, after_s: float, tmp_path: Path) -> None:

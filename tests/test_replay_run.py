@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -601,7 +600,6 @@ def test_sigterm_in_the_middle_leaves_no_folder(rl: Path, tmp_path: Path) -> Non
         time.sleep(0.01)
     replaying.terminate()
     _, said = replaying.communicate(timeout=60)
-    # Python ends itself by SIGINT where it was in `exec` of a text, as for dataclasses: 130 for a shell. 0: too late.
-    assert replaying.returncode in (130, -signal.SIGINT, 0), said
+    assert replaying.returncode in (130, 0), said  # 0: it was too late
     assert "Traceback" not in said
     assert list(tmp_path.glob("whet-*")) == []

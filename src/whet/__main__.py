@@ -15,6 +15,10 @@ def main() -> None:
         _main()
     except KeyboardInterrupt:  # before or after what looks after it itself
         sys.exit(130)
+    finally:
+        exec(
+            ""
+        )  # Python remembers an exec of a text that was interrupted, and would end by SIGINT in place of 130
 
 
 def _main() -> None:
