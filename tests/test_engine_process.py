@@ -23,6 +23,7 @@ from searching import files, seen
 from serving import LIMITS
 from vllm_double import SERVE
 from whet import engines, environment, secrets
+from whet.guard import confine
 from whet.guard.processes import state
 from whet.rollout.http import installed
 from whet.rollout.http.calls import Calls
@@ -35,10 +36,11 @@ environment.prepare(threads=None, exact=True)
 T = TypeVar("T")
 HERE = Path(__file__).parent
 FOREVER = (
-    "import subprocess,sys,time; p=subprocess.Popen([sys.executable,'-c','import time; time.sleep(600)']); "
-    "print(p.pid, flush=True); time.sleep(600)"
+    "import subprocess,sys,time\n"
+    "work=lambda **how: subprocess.Popen([sys.executable,'-c','import time; time.sleep(600)'], **how).pid\n"
+    "print(work(), work(start_new_session=True), flush=True); time.sleep(600)"
 )
-"""A server that starts a worker of its own, and says its pid."""
+"""A server that starts workers of its own, one of them in another session, and says their pids."""
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -68,15 +70,15 @@ def test_a_server_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     async def story() -> None:
         process = ServerProcess([sys.executable, "-c", FOREVER], env={}, log=log)
         await until(lambda: printed(log))
-        worker = int(printed(log)[0])
+        worker, apart = map(int, printed(log))
         assert not process.ended()
         assert process.pid is not None
-        assert lives(process.pid)
-        assert lives(worker)
+        assert all(map(lives, (process.pid, worker, apart)))
         await process.stop()
         assert not lives(process.pid)
         assert not lives(worker)
         await process.stop()
+        await until(lambda: not lives(apart))
 
     run(story())
 
@@ -124,8 +126,10 @@ def test_a_command_may_be_a_path_from_here(tmp_path: Path, monkeypatch: pytest.M
     assert installed.found("./serve").command == tmp_path / "serve"
 
 
-def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    """With SIGKILL, so that nothing of the run can tell it; its workers, too."""
+@pytest.mark.parametrize("first", [None, "stopped", "killed"])
+def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path, first: str | None) -> None:
+    """With SIGKILL, so that nothing of the run can tell it; its workers, too. first: what becomes of all that is
+    between run and server; who looks after what is left is only stopped."""
     log = tmp_path / "engine.log"
     code = (
         "import sys,time; from pathlib import Path; from whet.rollout.http.process import ServerProcess\n"
@@ -137,15 +141,23 @@ def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
         until_s = time.monotonic() + 60
         while not printed(log) and time.monotonic() < until_s:
             time.sleep(0.02)
-        worker = int(printed(log)[0])
-        assert lives(worker)
+        workers = list(map(int, printed(log)))
+        assert len(workers) == 2
+        assert all(map(lives, workers))
+        (keeper,) = confine.children(parent.pid)
+        if first:
+            (last,) = (
+                p for p in confine.children(keeper) if b"last.py" in Path(f"/proc/{p}/cmdline").read_bytes()
+            )
+            os.kill(last, signal.SIGSTOP)
+            os.kill(keeper, signal.SIGSTOP if first == "stopped" else signal.SIGKILL)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     until_s = time.monotonic() + 30
-    while lives(worker) and time.monotonic() < until_s:
+    while any(map(lives, workers)) and time.monotonic() < until_s:
         time.sleep(0.02)
-    assert not lives(worker)
+    assert not any(map(lives, workers))
 
 
 def test_a_log_is_bounded_and_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

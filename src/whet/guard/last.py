@@ -5,6 +5,7 @@ A killed process cannot clean up, and what it has started then belongs to nobody
 session of their own, and so have left the group. Run as a file by `outlive`: it imports nothing of whet.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ MARK = "WHET_LINE"
 """The variable that a process must have had from its start on; each has another value (`guard.line`)."""
 LOOK_S = 0.2
 """Seconds between two looks at whether the parent still lives."""
+_PR_SET_PDEATHSIG = 1
 _SWEEP_S = 2.0
 """Longest search for programs with the mark: new ones may start meanwhile."""
 
@@ -36,6 +38,8 @@ def outlive() -> None:
 
 
 def main(group: int) -> None:
+    if sys.platform == "linux":  # stopped or not, it runs when its parent ends
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     while os.getppid() == group:
         time.sleep(LOOK_S)
     with suppress(ProcessLookupError, PermissionError):

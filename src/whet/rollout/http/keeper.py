@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from whet import secrets
+from whet.guard.last import outlive
 from whet.guard.processes import die_with, wake_with_parent
 from whet.track.files import not_linked
 
@@ -34,6 +35,7 @@ LOOK_S = 0.1
 
 def serve(connection: Connection) -> None:
     """Start the server and stay until it ends, or the line does."""
+    outlive()  # workers in a session of their own, and all of them where this process is killed, too
     wake_with_parent()  # nothing else would end what the server has started: the end of the line tells
     order = json.loads(connection.recv_bytes())
     log = EngineLog(Path(order["log"]))
