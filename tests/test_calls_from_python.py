@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import whet
 import whet.models.exports
@@ -165,3 +166,35 @@ def test_whole_numbers_of_numpy_are_whole() -> None:
     for odd in (True, np.float64(3.0), "3"):
         with pytest.raises(ConfigError, match=r"step: got .*, expected a whole number"):
             expect({"step": (odd, WHOLE)})
+
+
+def test_what_the_caller_has_set_in_torch_changes_no_number_and_is_kept(tmp_path: Path) -> None:
+    plain = whet.train(rewards=letters(0.5), run_dir=str(tmp_path / "plain"), **SECTIONS).metrics
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            found = whet.train(rewards=letters(0.5), run_dir=str(tmp_path / "set"), **SECTIONS).metrics
+            assert torch.is_inference_mode_enabled()
+            assert torch.is_autocast_enabled("cpu")
+        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float64, "meta")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        assert (
+            whet.train(rewards=letters(0.5), run_dir=str(tmp_path / "no_grad"), **SECTIONS).metrics == plain
+        )
+        assert not torch.is_grad_enabled()
+    assert found == plain
+
+
+def test_a_second_run_at_once_in_a_process_is_refused(tmp_path: Path) -> None:
+    """They would share one log: what the first has to say after the second's end would be lost."""
+
+    def again(row: object) -> None:
+        whet.train(rewards=letters(0.5), run_dir=str(tmp_path / "second"), **SECTIONS)
+
+    with pytest.raises(ConfigError, match="another run is in progress in this process"):
+        whet.train(rewards=letters(0.5), run_dir=str(tmp_path / "first"), on_step=again, **SECTIONS)
+    assert whet.train(rewards=letters(0.5), run_dir=str(tmp_path / "first"), **SECTIONS).finished

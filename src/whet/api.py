@@ -233,7 +233,7 @@ def _run_training(
     environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     environment.keep_memory()
     run_dir = Path(cfg.run_dir)
-    with ExitStack() as stack:
+    with environment.one_run(), ExitStack() as stack:
         aside = enter(cfg, stack)
         setup_logging(run_dir, level=cfg.track.log_level)
         stack.callback(close_logging)

@@ -246,7 +246,7 @@ def judge_checkpoints(
         )
     environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
     out = Path(cfg.run_dir) / FOLDER
-    with ExitStack() as stack:
+    with environment.one_run(), ExitStack() as stack:
         set_up(cfg, out, "eval", rows=rows, stack=stack)
         rewards = reward_sets(loaded, functions or {}, stack)
         import_all(cfg.imports)

@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from whet.types import ConfigError
 
@@ -89,6 +89,53 @@ def one_thread() -> None:
 
 def _kept(threads: int) -> None:
     """In the place of `torch.set_num_threads`."""
+
+
+_running: dict[int, object] = {}
+"""What has each process for itself, by its pid: a fork has an entry of its own."""
+
+
+@contextmanager
+def one_run() -> Iterator[None]:
+    """A run, an evaluation or a replay has the process for itself: log, stacks and torch's settings are those of
+    the process. ConfigError where another one is in progress. Torch is as in a new process, so that a caller's
+    `no_grad`, autocast, default type or default device change no number; the caller gets them back."""
+    process, me = os.getpid(), object()
+    if _running.setdefault(process, me) is not me:
+        raise ConfigError(
+            "another run is in progress in this process, and a run has the process's log and torch's settings for "
+            "itself; start this one when that has ended, or in a process of its own (`whet train`)"
+        )
+    try:
+        with _new_torch():
+            yield
+    finally:
+        del _running[process]
+
+
+@contextmanager
+def _new_torch() -> Iterator[None]:
+    """torch's settings as in a new process. Without torch nobody has set any."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    dtype, given = torch.get_default_dtype(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    torch.set_default_dtype(torch.float32)
+    if given is not None:  # "cpu" too: it stands before every operation, and some then round otherwise
+        torch.set_default_device(None)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if given is not None:
+            torch.set_default_device(given.device)
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def write_replies(loaded: Loaded, *, weights: Path | None = None, rows: Sequence
     if out.exists():
         raise ConfigError(f"{out} exists; move it away, or give another file: -o FILE")
     environment.prepare(planned[0].threads, cfg.machine.logprob_parity != "off")
-    with ExitStack() as stack:
+    with environment.one_run(), ExitStack() as stack:
         set_up(cfg, home, "generate", rows=rows, stack=stack)
         import_all(cfg.imports)
         from whet.data.recognise import with_columns

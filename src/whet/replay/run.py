@@ -201,7 +201,7 @@ def _whole_start(recorded: Recorded, step: Step, *, play: bool) -> tuple[Step, R
 def aside(recorded: Recorded, step: int) -> Iterator[tuple[Path, Loaded]]:
     """A temporary run directory, and the config of a run in it that records this step: with other records, and without
     checkpoints, exports, evaluations and trackers. None of these keys changes a number (config/resuming.py)."""
-    with guarded_output(), OwnFolder("replay") as folder:
+    with guarded_output(), environment.one_run(), OwnFolder("replay") as folder:
         home = folder / "run"
         home.mkdir()
         learn_secrets(recorded.loaded)
