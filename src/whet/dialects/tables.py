@@ -353,8 +353,8 @@ def _known_to(name: str) -> tuple[str, ...]:
 def named(wanted: str) -> tuple[str, ...]:
     """The kinds of file that a name on the command line means: `verl` and `verl@0.9` are all of verl's. Raises
     ConfigError."""
-    wanted = wanted.partition("@")[0]
-    found = tuple(name for name in FILES if name == wanted or name.startswith(f"{wanted}-"))
+    system = wanted.partition("@")[0]
+    found = tuple(name for name in FILES if name == system or name.startswith(f"{system}-"))
     if not found and wanted != NATIVE:
         raise ConfigError(
             f"--dialect {wanted}: expected {NATIVE}, verl, skyrl, cosmos or trinity, or one of {', '.join(FILES)}"
