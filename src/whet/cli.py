@@ -131,7 +131,7 @@ def plan(
     from whet.config.plan import describe, plans
     from whet.config.screen import show
 
-    with as_if(machines(gpus, mem) if gpus else None):
+    with as_if(machines(gpus, mem)):
         loaded = load(
             file,
             overrides or (),
@@ -195,7 +195,7 @@ def rehearse(
     Example: whet rehearse examples/from_verl.sh
     Example: whet rehearse big_run.yaml trainer.nnodes=8 -o found.json
     """
-    check_output(output)
+    check_output(output, file)
     from whet.config.screen import show
     from whet.rehearsal.rehearse import rehearse as try_small
 
@@ -261,7 +261,7 @@ def evaluate(
         raise ConfigError(
             f"--offline: expected a config file, got a run directory; use {target / 'config.yaml'}"
         )
-    check_output(output)
+    check_output(output, target, offline)
     from whet.config.load import load
 
     if not target.is_dir() and (offline or load(target, overrides or (), None, dialect).config.eval.offline):
@@ -423,7 +423,9 @@ def convert(
     def read(dialect: str | None) -> Loaded:
         return load(file, overrides or (), dialect=dialect, trust_script=trust_script, here=False)
 
-    given = machines(gpus, mem) if gpus else None
+    check_output(output, file)
+    check_output(report, file, output)
+    given = machines(gpus, mem)
     with as_if(given):
         loaded = read(dialect)
         if report and not loaded.translation:

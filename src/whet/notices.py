@@ -51,11 +51,15 @@ def _note(text: str) -> None:
     typer.echo(f"note: {plain(text)}", err=True)
 
 
-def check_output(path: Path | None) -> None:
-    """ConfigError where the file of -o cannot be written: a command that takes long says so before its work. Its folder
-    is made."""
+def check_output(path: Path | None, *others: Path | None) -> None:
+    """ConfigError where the file of -o cannot be written, or is one of the others that the command reads or writes: a
+    command that takes long says so before its work. Its folder is made."""
     if path is None or path == Path("-"):
         return
+    if any(other and other.resolve() == path.resolve() for other in others):
+        raise ConfigError(
+            f"cannot write {path}: the same command reads or writes this file; give another file"
+        )
     with _naming(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

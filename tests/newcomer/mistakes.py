@@ -78,8 +78,17 @@ WORDS = [
     Mistake("a folder as config", "train runs", 2, ("runs is a folder", "expected a config file (.yaml")),
     Mistake("a Python file as config", "convert rewards.py", 2, ("rewards.py", "ends in .yaml, .yml, .json")),
     Mistake("unknown dialect", "plan run.yaml --dialect trl", 2, ("--dialect trl", "expected native, verl")),
+    Mistake(
+        "a version of whet", "plan run.yaml --dialect native@1", 2, ("native@1", "expected native, verl")
+    ),
     Mistake("unknown dialect of keys", "keys --dialect trl", 2, ("--dialect trl", "expected verl, skyrl")),
     Mistake("GPUs in words", "plan run.yaml --gpus many", 2, ("--gpus many", "8, or 8x2")),
+    Mistake("memory of no GPU", "plan run.yaml --mem 40", 2, ("--mem 40", "give --gpus, too")),
+    Mistake("converted over itself", "convert run.yaml -o ./run.yaml", 2, ("run.yaml", "give another file")),
+    Mistake(
+        "report over the file", "convert run.yaml --report run.yaml", 2, ("run.yaml", "give another file")
+    ),
+    Mistake("findings over it", "rehearse run.yaml -o run.yaml", 2, ("run.yaml", "give another file")),
     Mistake(
         "explain a typo", "explain train.stepz", 2, ("'train.stepz' is not a key", "did you mean train.steps")
     ),

@@ -58,8 +58,14 @@ def elsewhere() -> Machines | None:
     return _elsewhere[-1] if _elsewhere else None
 
 
-def machines(gpus: str, gigabytes: float | None) -> Machines:
-    """`8x2`, 80 -> two machines with 8 GPUs of 80 GiB each. Raises ConfigError."""
+def machines(gpus: str | None, gigabytes: float | None) -> Machines | None:
+    """`8x2`, 80 -> two machines with 8 GPUs of 80 GiB each; None: this machine. Raises ConfigError."""
+    if gpus is None and gigabytes is not None:
+        raise ConfigError(
+            f"--mem {gigabytes} is the memory of a GPU of --gpus: give --gpus, too, or leave it out"
+        )
+    if gpus is None:
+        return None
     said = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", gpus)
     if said is None or said[2] == "0":
         raise ConfigError(f"--gpus {gpus}: expected GPUs of a machine, and machines: 8, or 8x2")
