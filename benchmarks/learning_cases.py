@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from whet.config.functions import ADVANTAGES, LOSSES, Kind
-from whet.config.recipe_table import RECIPES
+from whet.config.recipes import RECIPES
 
 LETTERS, LENGTH = "abcdefghijkl", 4
 PARTS = {"held_out": (0, 256), "sloppy": (256, 3256), "clean": (3256, 8376), "pool": (8376, 20736)}

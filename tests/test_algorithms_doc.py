@@ -25,8 +25,7 @@ from whet.cli import keys as keys_command
 from whet.config import schema
 from whet.config.algorithms_listing import choices, in_words, listed
 from whet.config.functions import RESAMPLINGS, UNIFORM, WEIGHTS
-from whet.config.recipe_table import RECIPES
-from whet.config.recipes import resolve
+from whet.config.recipes import RECIPES, resolve
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent

@@ -19,8 +19,7 @@ from tiny import RUN
 from whet import checkpoint
 from whet.cli import app
 from whet.config import memory, resuming
-from whet.config.key_table import column
-from whet.config.keys import keys
+from whet.config.keys import column, keys
 from whet.config.load import load
 from whet.config.memory_estimate import check_memory
 from whet.config.plan import plans

@@ -16,7 +16,7 @@ import whet
 from tiny import RUN
 from whet.config import hardware, load
 from whet.config.functions import ADVANTAGES, LOSSES
-from whet.config.recipe_table import RECIPES
+from whet.config.recipes import RECIPES
 from whet.config.schema import Config
 from whet.dialects import idle
 from whet.types import ConfigError

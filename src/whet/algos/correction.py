@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.algos.segments import need, sampled_logp_N, sampled_R
 from whet.batch import Batch
-from whet.config.correction import compares
+from whet.config.recipes import compares
 from whet.config.schema import CorrectionConfig, RejectConfig
 from whet.types import Metrics
 

@@ -29,9 +29,8 @@ from whet.algos.terms import Totals
 from whet.algos.whitening import bounded, of_top_entropy, without_entropy_losers
 from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config import schema
-from whet.config.correction import compares
 from whet.config.functions import Need
-from whet.config.recipes import Chosen, Kind, Resolved, resolve
+from whet.config.recipes import Chosen, Kind, Resolved, compares, resolve
 from whet.tables import as_annotated, find, near
 from whet.types import ConfigError, Metrics, WhetError
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from whet.config import schema
 from whet.config.functions import ADVANTAGES, LOSSES, WEIGHTS, AdvantageEntry, LossEntry
-from whet.config.recipe_table import RECIPES, Recipe
+from whet.config.recipes import RECIPES, Recipe
 from whet.config.sections.algorithm import Aggregation
 from whet.config.sections.base import Section
 

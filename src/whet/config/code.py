@@ -243,9 +243,7 @@ def _package(path: Path) -> str | None:
     return None
 
 
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return metadata.packages_distributions()
+_distributions = functools.cache(metadata.packages_distributions)
 
 
 def _shown(path: Path) -> str:

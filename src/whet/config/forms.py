@@ -23,7 +23,7 @@ from whet.config.engines import EngineRow
 from whet.config.facts import NAMED
 from whet.config.keys import TABLES, Key, keys, lookup
 from whet.config.keys import settings as keys_of_settings
-from whet.config.recipe_table import RECIPES
+from whet.config.recipes import RECIPES
 from whet.config.resuming import RESUME
 from whet.config.rules import NOTED, REFUSED, RULES, Rule, visible_when
 from whet.config.schema import Config, Section

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.config.key_table import column
+from whet.config.keys import column
 
 WORDS = {
     "ddof": "degrees of freedom",

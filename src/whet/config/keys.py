@@ -2,6 +2,14 @@
 
 A path is a tuple of names; `*` stands for a list index or a name that the user chose
 (`data.train.*.path`, `rewards.*.weight`). A key in a stage has the same path as in the base config.
+
+What is known of a key beside its type and meaning is a line of `keys.tsv`. The columns:
+
+    key     a dotted key, `*` for any entry or name; what is said of a section is said of all keys in it
+    resume  what a change of it means for a run that resumes: its class in `resuming`
+    unit    of its value, where the end of its name does not say it (`hints.SUFFIXES`)
+    level   beginner: the beginner's form shows it
+    names   what other frameworks call it
 """
 
 from __future__ import annotations
@@ -31,13 +39,19 @@ from whet.config.functions import (
     WEIGHTS,
     Function,
 )
-from whet.config.key_table import column
 from whet.config.schema import Config, Section
+from whet.tables import lines
 
 Path = tuple[str | int, ...]
 
 ASIDES = ("stages", "critic", "reference", "eval")
 """Sections that repeat keys of other sections; suggestions list them last."""
+
+
+def column(name: str) -> dict[str, str]:
+    """A column of keys.tsv by key, where it says something."""
+    return {row["key"]: row[name] for row in lines("whet.config", "keys.tsv") if row[name]}
+
 
 FOREIGN = {name: key for key, names in column("names").items() for name in names.split(", ")}
 """Names of keys in other frameworks."""

@@ -346,12 +346,8 @@ def _check_is_file(file: Path) -> None:
         )
     if not file.exists() and not file.is_symlink():
         beside = file.parent.iterdir() if file.parent.is_dir() else ()
-        raise ConfigError(f"{file}: cannot be read: No such file{near(file.name, _configs(beside))}")
-
-
-def _configs(files: Iterable[Path]) -> list[str]:
-    """The names among these files that a config or a launch script may have."""
-    return sorted(file.name for file in files if file.suffix in (*SUFFIXES, SCRIPT))
+        configs = sorted(each.name for each in beside if each.suffix in (*SUFFIXES, SCRIPT))
+        raise ConfigError(f"{file}: cannot be read: No such file{near(file.name, configs)}")
 
 
 def _read(file: Path, text: str | None = None, *, foreign: bool = False) -> Draft:

@@ -1,17 +1,21 @@
-"""`resolve` puts the user's keys over a recipe's and refuses what cannot work or would have no effect."""
+"""What each algorithm name means; `resolve` puts the user's keys over a recipe's and refuses what cannot work or would
+have no effect. Readable without torch.
+
+`recipes.tsv` has a line for each recipe; the column `more` has further fields of `Recipe`, as JSON. Formulas and
+sources stand in docs/algorithms.md.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from whet.config import correction
 from whet.config.chosen import Chosen, chosen, setting_problems
 from whet.config.conditions import value_at
 from whet.config.functions import ADVANTAGES, LOSSES, Kind, LossEntry, Need
 from whet.config.keys import TABLES, Path, lookup
-from whet.config.recipe_table import RECIPES, Recipe
 from whet.config.schema import (
     AlgorithmConfig,
     Config,
@@ -23,7 +27,7 @@ from whet.config.schema import (
     RewardKlConfig,
 )
 from whet.config.tree import get
-from whet.tables import not_known
+from whet.tables import lines, not_known
 from whet.types import ConfigError, Json
 
 FUNCTIONS = {".".join(map(str, path)): table for path, table in TABLES.items()}
@@ -32,7 +36,42 @@ FUNCTIONS = {".".join(map(str, path)): table for path, table in TABLES.items()}
 Problem = tuple[str, str]
 """(key, what is wrong with it)."""
 
-__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "choices", "kind_of", "resolve"]
+CORRECTION = "algorithm.correction"
+
+__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "choices", "compares", "kind_of", "resolve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """An algorithm's parts by name, and its source. KL and entropy are no part: both are off by default."""
+
+    kind: Kind
+    advantage: str
+    loss: str
+    loss_agg_mode: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Keys of `algorithm` where this recipe departs from the defaults of its functions."""
+    whiten: bool = False
+    dynamic_sampling: bool = False
+    expert_loss: str | None = None
+    """Loss of the demonstrations among the own rollouts (algorithm.mix). None: there are none."""
+    reprompts: bool = False
+    """The reference scores rollouts after other prompts (algorithm.reprompt)."""
+    source: str
+    note: str
+
+
+def _recipes() -> dict[str, Recipe]:
+    found = {}
+    for line in lines("whet.config", "recipes.tsv"):
+        name, more = line.pop("name"), json.loads(line.pop("more") or "{}")
+        given = more.pop("settings", {})
+        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        found[name] = Recipe(**line, settings=settings, **more)  # type: ignore[arg-type]
+    return found
+
+
+RECIPES: dict[str, Recipe] = _recipes()
 
 
 def kind_of(cfg: AlgorithmConfig) -> Kind | None:
@@ -363,7 +402,7 @@ def _contradictions(cfg: AlgorithmConfig, r: Resolved) -> Iterator[Problem]:
             f"{settings['rec_regularizer']} adds nothing at rec_regularizer_coef=0: give one above 0",
         )
     weight = r.settings.get("correction.weight")
-    yield from correction.problems(
+    yield from _correction_problems(
         cfg.correction, weight.settings if weight else {}, old_logprobs=cfg.old_logprobs
     )
 
@@ -397,3 +436,29 @@ def _pair_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
             "algorithm.loss.pair_loss",
             "exo takes the logarithm of label_smoothing, which is 0: set it above 0, e.g. 1e-3",
         )
+
+
+def compares(c: CorrectionConfig) -> bool:
+    """Whether the log-probs of the policy before the step are compared with the engine's."""
+    tests = c.reject if c.reject_policy == "old" else ()
+    return bool(c.weight or tests) or c.second_moment is not None
+
+
+def _correction_problems(
+    c: CorrectionConfig, weight: Mapping[str, Json], *, old_logprobs: str
+) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of off-policy correction. weight: the settings of the importance weight."""
+    if old_logprobs == "sampled" and compares(c):
+        yield (
+            "algorithm.old_logprobs",
+            "'sampled' uses the log-probs of the engine as those of the trainer, so every ratio of "
+            f"{CORRECTION} would be 1: set it to recompute, or leave it out",
+        )
+    bounds = [(f"{CORRECTION}.weight", weight.get("low"), weight.get("high"))]
+    bounds += [(f"{CORRECTION}.reject[{n}]", test.low, test.high) for n, test in enumerate(c.reject)]
+    for at, low, high in bounds:
+        if low is not None and high is not None and low > high:
+            yield f"{at}.low", f"{low} is above high={high}: lower it, or raise high"
+    for n, test in enumerate(c.reject):
+        if test.low is None and test.high is None:
+            yield f"{CORRECTION}.reject[{n}]", "has no bound, so every value passes: give low, high or both"

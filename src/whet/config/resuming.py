@@ -19,8 +19,7 @@ from pydantic import ValidationError
 
 from whet.config.derived import method_lr
 from whet.config.faults import shown_change
-from whet.config.key_table import column
-from whet.config.keys import TABLES, Key, dotted, is_list, keys, lookup
+from whet.config.keys import TABLES, Key, column, dotted, is_list, keys, lookup
 from whet.config.keys import Path as At
 from whet.config.recipes import with_settings
 from whet.config.schema import AlgorithmConfig, Config, Section

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from whet.config.correction import compares
-from whet.config.recipes import resolve
+from whet.config.recipes import compares, resolve
 from whet.config.schema import Config
 from whet.rollout.engine import Capabilities
 from whet.rollout.episode import sampling_by_source, to_sampling
