@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from whet.config.conditions import in_words, no
 from whet.config.explain import default_of
@@ -11,7 +11,7 @@ from whet.config.facts import NAMED
 from whet.config.keys import ASIDES, TABLES, Key, Path, dotted, inside, keys, settings_of
 from whet.config.rules import NOTED, REFUSED, UNUSED, Rule
 from whet.config.schema import Section
-from whet.dialects.report import cell
+from whet.dialects.report import cell, table
 
 INTRO = """\
 # Configuration
@@ -80,23 +80,17 @@ computation or facts about this machine, run when the config is loaded.
 """
 
 
-def _rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows), ""])
-
-
 def _read_when() -> str:
     rows = ((", ".join(f"`{key}`" for key in rule.keys), in_words(no(rule.when))) for rule in UNUSED)
-    return _rows(("keys", "read only when"), ([cell(said) for said in row] for row in rows))
+    return table(("keys", "read only when"), ([cell(said) for said in row] for row in rows))
 
 
 def _facts() -> str:
-    return _rows(("fact", "meaning"), ((f"`{name}`", cell(said)) for name, (said, _) in NAMED.items()))
+    return table(("fact", "meaning"), ((f"`{name}`", cell(said)) for name, (said, _) in NAMED.items()))
 
 
 def _of_rules(titles: Sequence[str], rules: Sequence[Rule]) -> str:
-    return _rows(
+    return table(
         titles,
         (
             (f"`{rule.keys[0]}`", cell(in_words(rule.when)), cell(rule.message.replace("{cfg.", "{")))
@@ -119,8 +113,8 @@ def _settings(path: Path) -> str:
         for n, key in enumerate(has)
     )
     bare = [f"`{name}`" for name, has in settings_of(path) if not has]
-    table = _rows(("function", "setting", "type", "default", "meaning"), rows)
-    return f"{table}\nWithout settings: {', '.join(bare)}.\n"
+    settings = table(("function", "setting", "type", "default", "meaning"), rows)
+    return f"{settings}\nWithout settings: {', '.join(bare)}.\n"
 
 
 def _homes() -> dict[type[Section], tuple[str, ...]]:
@@ -134,7 +128,7 @@ def _homes() -> dict[type[Section], tuple[str, ...]]:
 
 def _table(above: tuple[str, ...], homes: dict[type[Section], tuple[str, ...]]) -> str:
     own = (key for key in keys().values() if key.path[:-1] == above and key.path[-1] != "*")
-    return _rows(
+    return table(
         ("key", "type", "default", "meaning"),
         (
             (f"`{key.path[-1]}`", _type(key, homes), cell(_code(default_of(key))), cell(key.description))

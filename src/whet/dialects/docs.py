@@ -10,7 +10,7 @@ from typing import get_args
 
 from whet.config.faults import shown
 from whet.dialects.listing import differing
-from whet.dialects.report import cell
+from whet.dialects.report import cell, table
 from whet.dialects.row import BaseDefault, Row, Status, aliases, base_defaults, unbuilt
 from whet.dialects.tables import TABLES, every_line
 from whet.dialects.versions import DOCUMENTS, VERSIONS, span
@@ -74,13 +74,12 @@ def page(name: str) -> str:
         parts += [f"## {each}\n", *([f"{ABOUT[each]}\n"] if each in ABOUT else [])]
         parts += [*_sections(every_line(each), TABLES[each][0])]
     if others := base_defaults(key):
-        rows = [f"| `{one.file}` | {_of(one)} | `{cell(shown(one.default))}` |" for one in others]
-        parts += ["## Defaults of other documents\n", OTHERS, "| document | key | default |", "|---|---|---|"]
-        parts += [*rows, ""]
+        rows = [(f"`{one.file}`", _of(one), f"`{cell(shown(one.default))}`") for one in others]
+        parts += ["## Defaults of other documents\n", OTHERS, table(("document", "key", "default"), rows)]
     renamed = aliases(TABLES[tables[0]][0], [TABLES[each][1] for each in tables])
     if renamed:
-        rows = [f"| `{old}` | `{new}` | {cell(note)} |" for old, (new, note) in renamed.items()]
-        parts += ["## Other names\n", "| in the file | read as | |", "|---|---|---|", *rows, ""]
+        rows = [(f"`{old}`", f"`{new}`", cell(note)) for old, (new, note) in renamed.items()]
+        parts += ["## Other names\n", table(("in the file", "read as", ""), rows)]
     return "\n".join(parts)
 
 
@@ -93,12 +92,12 @@ def _of(one: BaseDefault | Row) -> str:
 
 def _counts(tables: Sequence[str]) -> str:
     statuses = get_args(Status)
-    rows = [f"| table | keys | {' | '.join(statuses)} |", "|---" * (len(statuses) + 2) + "|"]
+    rows = []
     for name in tables:
         found = Counter(row.status for row in every_line(name))
-        numbers = " | ".join(str(found[status]) for status in statuses)
-        rows.append(f"| {name} | {len({row.key for row in every_line(name)})} | {numbers} |")
-    return "\n".join([*rows, ""])
+        keys = len({row.key for row in every_line(name)})
+        rows.append([name, str(keys), *(str(found[status]) for status in statuses)])
+    return table(("table", "keys", *statuses), rows)
 
 
 def _sections(rows: Sequence[Row], system: str) -> Iterator[str]:
@@ -108,19 +107,13 @@ def _sections(rows: Sequence[Row], system: str) -> Iterator[str]:
         found.setdefault(".".join(row.key.split(".")[:-1][:2]), []).append(row)
     for section, keys in found.items():
         yield f"### `{section}`\n" if section else "### Top level\n"
-        yield "\n".join(
-            [
-                "| key | default | status | native | what happens |",
-                "|---|---|---|---|---|",
-                *(_row(row, system) for row in keys),
-                "",
-            ]
-        )
+        titles = ("key", "default", "status", "native", "what happens")
+        yield table(titles, (_row(row, system) for row in keys))
 
 
-def _row(row: Row, system: str) -> str:
+def _row(row: Row, system: str) -> tuple[str, ...]:
     native = ", ".join(f"`{name}`" for name in row.native)
-    return f"| {_of(row)} | `{cell(shown(row.default))}` | {row.status} | {native} | {cell(_what(row, system))} |"
+    return _of(row), f"`{cell(shown(row.default))}`", row.status, native, cell(_what(row, system))
 
 
 def _what(row: Row, system: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
 from whet.config.faults import shown
@@ -60,18 +60,23 @@ def markdown(made: Translation, title: str) -> str:
     parts = [f"# {title}\n", summary(made).replace("\n  ", "\n- ") + "\n"]
     for head, given in (("Given", True), ("Defaults of the document that apply", False)):
         lines = [line for line in made.lines if line.given == given]
-        rows = ["| key | value | status | native | what happens |", "|---|---|---|---|---|"]
-        rows += [_row(line) for line in lines]
         if lines:
-            parts.append("\n".join([f"## {head}\n", *rows, ""]))
+            titles = ("key", "value", "status", "native", "what happens")
+            parts += [f"## {head}\n", table(titles, map(_row, lines))]
     return "\n".join(parts)
 
 
-def _row(line: ReportLine) -> str:
+def _row(line: ReportLine) -> tuple[str, ...]:
     native = ", ".join(f"`{name}`" for name in line.native)
     differs = f"Differs: {line.differs}" if line.differs else ""
     said = "; ".join(text for text in (line.note, line.reason, differs) if text)
-    return f"| `{line.key}` | `{cell(shown(line.value))}` | {line.status} | {native} | {cell(said)} |"
+    return f"`{line.key}`", f"`{cell(shown(line.value))}`", line.status, native, cell(said)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in markdown, of cells."""
+    head = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
 def cell(text: str) -> str:
