@@ -15,7 +15,6 @@ from whet.config.schema import ScheduleConfig, SourceConfig
 from whet.data.rows import read_rows
 from whet.dialects import versions
 from whet.dialects.cosmos.data import REWARDS, data
-from whet.dialects.cosmos.model import offload
 from whet.dialects.cosmos.run import place, resume, seed, trackers
 from whet.dialects.cosmos.steps import schedule, steps_together
 from whet.dialects.cosmos.values import texts, weights
@@ -31,6 +30,7 @@ from whet.rewards.tagged import single_choice
 from whet.types import ConfigError, Task
 
 dtype = function("cosmos", "model.dtype")
+offload = function("cosmos", "model.offload")
 chat = function("cosmos", "run.chat")
 trained_temperature = function("cosmos", "run.trained_temperature")
 rewards = function("cosmos", "data.rewards")

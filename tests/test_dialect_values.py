@@ -27,13 +27,13 @@ from whet import dialects
 from whet.config.keys import TABLES, keys, lookup, settings
 from whet.config.schema import Config
 from whet.config.tree import merge, path_of
-from whet.dialects.choices import _lines
 from whet.dialects.kinds import KINDS, accepts, same, understood
 from whet.dialects.row import Reference, Row
 from whet.dialects.rules import _rules
 from whet.dialects.style import overridden
 from whet.dialects.tables import FILES, Dialect, dialect, parts
 from whet.dialects.translate import translate
+from whet.dialects.typed import _lines
 from whet.dialects.values import nested, reading
 from whet.dialects.versions import VERSIONS
 from whet.tables import lines

@@ -29,10 +29,10 @@ def test_each_line_names_what_there_is(line: dict[str, str]) -> None:
     instead = {each["text"] for each in LINES if each["rule"] == "instead" and each["system"] == system}
     named = {row.function for row in rows(system)} | instead
     assert line["function"] in named, "a row of the table has the function, or another one is replaced by it"
-    assert line["rule"] in ("read", "set", "instead", *rules.ERRORS)
+    assert line["rule"] in ("read", "set", "add", "instead", *rules.ERRORS)
     assert line["rule"] != "instead" or is_function(system, line["text"])
     assert (line["text"] == "") == (line["rule"] == "read")
-    assert (line["native"] != "") == (line["rule"] == "set")
+    assert (line["native"] != "") == (line["rule"] in ("set", "add"))
     assert not line["native"] or lookup(path_of(line["native"], ())), "the native key is one"
     assert strange_names(system, line["when"]) == []
     assert strange(system, (found[0] for found in re.findall(rules._VALUE, line["text"]))) == []
@@ -98,6 +98,19 @@ def test_a_value_that_is_none_of_a_choice(
     with pytest.raises(error) as raised:
         rules.function.__wrapped__("verl", "x.y")({"g.h": value})
     assert (type(raised.value), str(raised.value)) == (error, said)
+
+
+def test_entries_are_added_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [("set", "", "[]"), ("add", "a.b", "one"), ("add", "c.d", "{e.f}")]
+    keys = ("rule", "when", "text")
+    monkeypatch.setattr(
+        rules,
+        "_rules",
+        lambda system: {"x.y": [{**dict(zip(keys, line)), "native": "train.offload"} for line in told]},
+    )
+    ask = rules.function.__wrapped__("verl", "x.y")
+    assert ask({"a.b": False, "c.d": False, "e.f": "two"}) == {"train.offload": []}
+    assert ask({"a.b": True, "c.d": True, "e.f": "two"}) == {"train.offload": ["one", "two"]}
 
 
 def test_what_stands_before_a_line_that_does_not_hold_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from whet.config import hardware
 from whet.config.load import Loaded, load
 from whet.dialects import here
-from whet.dialects.mtp import drafting, drafting_of_vllm
+from whet.dialects.megatron import drafting, drafting_of_vllm
 from whet.types import ConfigError, Json
 
 HERE = Path(__file__).parent / "dialects"

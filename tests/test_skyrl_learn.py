@@ -11,9 +11,9 @@ from test_skyrl import load, refusal, said, values
 from whet.config import schema
 from whet.config.recipes import resolve
 from whet.config.schedules import factor
-from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.skyrl import learn, optimizers
+from whet.dialects.typed import choices
 from whet.types import ConfigError, Json
 
 learn, optimizers = map(asked, (learn, optimizers))
@@ -125,7 +125,7 @@ def test_every_loss_and_estimator_makes_a_config_that_can_run(monkeypatch: pytes
     monkeypatch.setenv("HOME", "/home/user")
     at = "trainer.algorithm"
     pairs = [(loss, "grpo") for loss in choices("skyrl", "loss")] + [
-        ("regular", name) for name in learn.ESTIMATORS
+        ("regular", name) for name in choices("skyrl", "estimator")
     ]
     needs = {
         "gae": ["trainer.critic.model.path=m"],
@@ -134,7 +134,10 @@ def test_every_loss_and_estimator_makes_a_config_that_can_run(monkeypatch: pytes
     for loss, estimator in pairs:
         chosen = [f"{at}.ppo_loss_type={loss}", f"{at}.advantage_estimator={estimator}"]
         resolved = resolve(load("skyrl_document.yaml", *chosen, *needs.get(estimator, ())).config.algorithm)
-        assert (resolved.loss, resolved.name) == (choices("skyrl", "loss")[loss], learn.ESTIMATORS[estimator])
+        assert (resolved.loss, resolved.name) == (
+            choices("skyrl", "loss")[loss],
+            choices("skyrl", "estimator")[estimator],
+        )
 
 
 OFF = KL + "off_policy_correction__"

@@ -8,15 +8,15 @@ it gives where that needs no computation.
               be there
     rule      read: the lines and the function behind it are asked only when the condition holds, else their keys rest.
               refused: never together. coming: not built yet. others: a file for models that are no language models.
-              set: a native key has a value then. instead: another function, with its own rules, is asked in place of
-              what is behind the line
+              set: a native key has a value then. add: its list has this entry more. instead: another function, with
+              its own rules, is asked in place of what is behind the line
     when      the condition, in the words of `whet.config.conditions`: `trainer.resume_mode is from_path and ...`. Its
               names are keys of the file, functions of the package (`roles.has_critic`), or `since_0.8.0` for a file
               that is read as that release or a newer one. A value may be compared with another key's. Empty: always
-    native    of set: the native key
-    text      of set: its value, {key} for that of a key, {key:as CHOICE} for what choices.tsv says of it, else JSON or
-              a word. Of what is refused: what is said, in the system's own words. Values may stand in both: {key},
-              {key!r}, or {key:shown} as YAML. Of instead: the other function
+    native    of set and add: the native key
+    text      of these: its value or entry, {key} for that of a key, {key:as CHOICE} for what choices.tsv says of it,
+              else JSON or a word. Of what is refused: what is said, in the system's own words. Values may stand in
+              both: {key}, {key!r}, or {key:shown} as YAML. Of instead: the other function
 
 A function's rules are asked in the order of their lines; the first that does not let it pass ends the matter. What is
 set, and what the function of the package gives, if there is one, are its native keys.
@@ -33,9 +33,8 @@ from typing import Any
 
 from whet.config.conditions import holds, parsed
 from whet.config.faults import shown
-from whet.dialects.choices import choices
 from whet.dialects.row import AnotherModel, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose
+from whet.dialects.typed import choices, choose
 from whet.dialects.versions import VERSIONS, since
 from whet.tables import lines
 from whet.types import ConfigError, Json
@@ -68,6 +67,8 @@ def function(system: str, name: str) -> Function:
                 return out
             if line["rule"] == "set" and holds:
                 out[line["native"]] = _given(system, line["text"], values)
+            elif line["rule"] == "add" and holds:
+                out[line["native"]] = [*out.get(line["native"], ()), _given(system, line["text"], values)]
             elif line["rule"] == "instead" and holds:
                 return {**out, **function(system, line["text"])(values)}
             elif line["rule"] in ERRORS and holds:

@@ -1,12 +1,18 @@
-"""Values of a foreign file, read with their kind: a wrong one is refused by its key."""
+"""Values of a foreign file, read with their kind: a wrong one is refused by its key. `choices.tsv` says what the values
+of a choice are here, and the settings of what is chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from whet.config.faults import shown
+from whet.config.urls import is_remote
 from whet.dialects.row import NotSupportedYet, Values
+from whet.tables import lines
 from whet.types import ConfigError
 
 T = TypeVar("T")
@@ -40,3 +46,27 @@ def choose(v: Values, key: str, known: Mapping[str, T | None]) -> T:
         built = ", ".join(name for name, there in known.items() if there is not None)
         raise NotSupportedYet(f"{key}={value} is coming, not built yet; today: {built}")
     return meaning
+
+
+@functools.cache
+def choices(system: str, choice: str) -> dict[str, str | None]:
+    """By value: what it is here; None for what is not built yet."""
+    return {line["value"]: line["native"] or None for line in _lines(system, choice) if not line["key"]}
+
+
+def settings(system: str, choice: str, value: str) -> dict[str, str]:
+    """By native setting of what is chosen: the foreign key, below the section of the choice."""
+    told = (line for line in _lines(system, choice) if line["key"] and line["value"] == value)
+    return {line["native"]: line["key"] for line in told}
+
+
+def _lines(system: str, choice: str) -> Iterator[dict[str, str]]:
+    table = lines(__package__, "choices.tsv")
+    return (line for line in table if (line["system"], line["choice"]) == (system, choice))
+
+
+def place(path: str) -> str:
+    """A place as a URL: what is one already as it is, a folder of this machine as file://. One below a home folder that
+    is not known here stays as it is, and is refused as such."""
+    path = path if is_remote(path) else os.path.expanduser(path)
+    return path if is_remote(path) or path.startswith("~") else Path(path).absolute().as_uri()

@@ -35,12 +35,6 @@ def model(values: Values) -> dict[str, Json]:
 # ---------------------------------------------------------------- dtypes and memory
 
 
-def offload(values: Values) -> dict[str, Json]:
-    """What lies in the host's memory while a GPU does not need it."""
-    names = ["activations"] if values["train.activation_offload"] else []
-    return {"train.offload": [*names, *(["optimizer", "policy"] if values["train.fsdp_offload"] else [])]}
-
-
 # ---------------------------------------------------------------- adapters and what learns
 
 

@@ -7,7 +7,6 @@ from pathlib import PurePath
 from whet.dialects.cosmos.steps import together_up
 from whet.dialects.cosmos.values import POLICY, is_sft, since, texts
 from whet.dialects.row import Values
-from whet.dialects.served import SLEEP
 from whet.types import ConfigError, Json
 
 TIME = "{time}"
@@ -39,23 +38,21 @@ def seed(values: Values) -> dict[str, Json]:
     return out | ({"data.seed": train} if train is not None and rollout is not None else {})
 
 
-def sync(values: Values) -> dict[str, Json]:
-    """Training steps between weight syncs, and how old rollouts may be: they are as new as the engines' speed allows.
+def steps_ahead(values: Values) -> int:
+    """How old rollouts may be, in training steps: they are as new as the engines' speed allows.
 
     In 0.3.9 none was, whatever the key says. From 0.4.0 on it bounds the age of the weights, which the interval between
     syncs is a part of.
     """
-    every, on_policy = values["train.sync_weight_interval"], values[POLICY + "on_policy"]
-    in_turn = on_policy or values["mode"] != "disaggregated"
-    ahead = 0 if in_turn else values[POLICY + "allowed_outdated_steps"]
-    if since(values, "0.4.0"):
-        ahead = max(ahead - (every - 1), 0)
-    return {
-        "rollout.sync_interval": together_up(values, every),
-        "rollout.max_staleness": together_up(values, ahead),
-        **({"rollout.schedule": "async"} if ahead else {}),
-        **({SLEEP: True} if values["mode"] == "colocated" else {}),
-    }
+    if values[POLICY + "on_policy"] or values["mode"] != "disaggregated":
+        return 0
+    ahead, every = int(values[POLICY + "allowed_outdated_steps"]), values["train.sync_weight_interval"]
+    return together_up(values, max(ahead - (every - 1), 0) if since(values, "0.4.0") else ahead)
+
+
+def steps_of_a_version(values: Values) -> int:
+    """Training steps between weight syncs."""
+    return together_up(values, values["train.sync_weight_interval"])
 
 
 # ---------------------------------------------------------------- files and trackers

@@ -11,7 +11,7 @@ import math
 from whet.dialects import versions
 from whet.dialects.layout import APART, FileLayout, groups
 from whet.dialects.megatron import SIZES
-from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.served import SLEEP
 from whet.types import ConfigError, Json
 
@@ -193,22 +193,6 @@ def apart(v: Values) -> Native:
 # ---------------------------------------------------------------- memory
 
 
-def offload(v: Values) -> Native:
-    """cpu_offload: weights and moments, always. offload_after_step: moments, where engines share the GPUs. DeepSpeed
-    has keys of its own for it."""
-    if is_zero(v):
-        return NOTHING
-    rests = v[f"{PLACE}.colocate_all"] and v[f"{POLICY}.optimizer_config.offload_after_step"]
-    by_megatron = f"{POLICY}.megatron_config.optimizer_config_kwargs.optimizer_cpu_offload"
-    names = {
-        "optimizer": v[f"{FSDP}.cpu_offload"] or rests or (is_megatron(v) and v[by_megatron]),
-        "critic": has_critic(v) and v["trainer.critic.fsdp_config.cpu_offload"],
-        "reference": compares(v) and v["trainer.ref.fsdp_config.cpu_offload"],
-        "policy": v[f"{FSDP}.cpu_offload"],
-    }
-    return {"train.offload": [name for name, wanted in names.items() if wanted]}
-
-
 # ---------------------------------------------------------------- looking inside
 
 
@@ -250,18 +234,6 @@ MOST_CYCLES = 1000
 # ---------------------------------------------------------------- weights on their way to the engines
 
 
-def dtype(v: Values) -> Native:
-    """bfloat16 where the device is fast at it (CUDA), which is what whet derives; float32 or float16 if asked for.
-    Engine and trainer share one copy of the weights, so float16 is that of both."""
-    own = f"{FSDP}.mixed_precision.param_dtype"
-    sampled, trained = v["generator.model_dtype"], is_fsdp(v) and v[own] in ("fp16", "float16")
-    if sampled == "float16" and trained:
-        return {"model.dtype": "float16"}
-    if sampled == "float16" or trained:
-        raise NotSupportedYet(
-            f"{own}={v[own]} beside generator.model_dtype={sampled} is coming, not built yet: float16 is that of both, "
-            "with trainer.strategy=fsdp"
-        )
-    full = is_fsdp(v) and v[own] in ("fp32", "float32")
-    narrow = v["generator.model_dtype"] == "bfloat16" and v["trainer.bf16"] and not full
-    return {} if narrow else {"model.dtype": "float32"}
+def is_half(v: Values) -> bool:
+    """Whether the trainer computes in float16."""
+    return is_fsdp(v) and v[f"{FSDP}.mixed_precision.param_dtype"] in ("fp16", "float16")

@@ -5,22 +5,20 @@ Each function takes all values of a file and gives the native keys of one matter
 
 from __future__ import annotations
 
-from whet.dialects.choices import choices, settings
+from functools import partial
+
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.skyrl.devices import A, compares, since
 from whet.dialects.skyrl.optimizers import own_overrides
-from whet.dialects.typed import choose
+from whet.dialects.typed import choices, choose, settings
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- advantages
 
-ESTIMATORS = choices("skyrl", "estimator")
-"""Recipes. All but grpo and gae are of newer versions; no_op is registered by SkyRL's example of distillation."""
-
 
 def is_known(v: Values) -> bool:
     """Whether the estimator is one of SkyRL's, and none of yours."""
-    return v[f"{A}.advantage_estimator"] in ESTIMATORS
+    return v[f"{A}.advantage_estimator"] in choices("skyrl", "estimator")
 
 
 def refills(v: Values) -> int:
@@ -62,9 +60,7 @@ def estimator(v: Values) -> str:
     return "low_var_kl" if named == "k3" else named or "k1"
 
 
-def reference(v: Values) -> Native:
-    """What is put over its config.json."""
-    return own_overrides(v, "ref", "reference")
+reference = partial(own_overrides, role="ref", native="reference")
 
 
 # ---------------------------------------------------------------- policy loss
@@ -93,9 +89,6 @@ def policy_loss(v: Values) -> Native:
     return out
 
 
-REDUCTIONS = choices("skyrl", "reduction")
-
-
 def aggregation(v: Values) -> str:
     """The native name of a reduction, as the version has it."""
     kind, alone = v[f"{A}.loss_reduction"], v["trainer.micro_train_batch_size_per_gpu"] == 1
@@ -103,7 +96,7 @@ def aggregation(v: Values) -> str:
     return (
         "seq-mean-token-mean"
         if alone and by_cut and since(v, "train-0.1")
-        else choose(v, f"{A}.loss_reduction", REDUCTIONS)
+        else choose(v, f"{A}.loss_reduction", choices("skyrl", "reduction"))
     )
 
 

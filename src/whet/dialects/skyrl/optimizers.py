@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from whet.config.faults import shown
-from whet.dialects.choices import choices
 from whet.dialects.megatron import adapted_layers, begins, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.skyrl import arctic
 from whet.dialects.skyrl.devices import POLICY, A, is_deepspeed, is_megatron, since
-from whet.dialects.typed import choose
+from whet.dialects.typed import choices, choose
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- optimizers
 
 POLYNOMIAL_END = 1e-7
 """Learning rate at which transformers' polynomial schedule ends; its power is 1."""
-
-SCHEDULES = choices("skyrl", "schedule")
 
 NEED_MORE = choices("skyrl", "schedule that needs more")
 """Schedules of transformers that need arguments which SkyRL does not pass, and what is like them natively."""
@@ -88,8 +87,11 @@ def _schedule(v: Values, given: str) -> Native:
             f"{given}.scheduler={name}: transformers needs arguments for it that SkyRL does not pass, so SkyRL stops "
             f"there, too; write another, or give the native one: whet.train.optimizer.schedule, {NEED_MORE[name]}."
         )
-    kind = choose(v, f"{given}.scheduler", SCHEDULES)
-    _check_schedule(v, f"{given}.scheduler")
+    kind = choose(v, f"{given}.scheduler", choices("skyrl", "schedule"))
+    if is_megatron(v) and name != "constant_with_warmup":
+        raise ConfigError(
+            f"{given}.scheduler={name}: with trainer.strategy=megatron SkyRL has constant_with_warmup alone"
+        )
     out: dict[str, Json] = {"type": kind, "warmup_steps": warmup}
     if name == "constant":
         out["warmup_steps"] = 0
@@ -108,33 +110,13 @@ def _schedule(v: Values, given: str) -> Native:
     return out
 
 
-def _check_schedule(v: Values, key: str) -> None:
-    """Megatron has no other schedule."""
-    if is_megatron(v) and v[key] != "constant_with_warmup":
-        raise ConfigError(
-            f"{key}={v[key]}: with trainer.strategy=megatron SkyRL has constant_with_warmup alone"
-        )
-
-
-def routers(v: Values) -> Native:
-    """Terms of the loss for Megatron's routers."""
-    return router_terms(v, f"{POLICY}.megatron_config")
+routers = partial(router_terms, at=f"{POLICY}.megatron_config")
 
 
 # ---------------------------------------------------------------- adapters
 
 
-def policy_lora(v: Values) -> Native:
-    return _lora(v, "policy", "model.lora")
-
-
-def critic_lora(v: Values) -> Native:
-    return _lora(v, "critic", "critic.lora")
-
-
 ALL = "all-linear"
-INITS = choices("skyrl", "lora init")
-"""peft's names."""
 
 
 def _lora(v: Values, role: str, native: str) -> Native:
@@ -148,7 +130,7 @@ def _lora(v: Values, role: str, native: str) -> Native:
         f"{native}.alpha": v[f"{at}.alpha"],
         f"{native}.dropout": v[f"{at}.dropout"],
         **_targets(v, role, f"{at}.target_modules", native),
-        f"{native}.init": begins(v, key) if is_megatron(v) else choose(v, key, INITS),
+        f"{native}.init": begins(v, key) if is_megatron(v) else choose(v, key, choices("skyrl", "lora init")),
         **_exclude(v, f"{at}.exclude_modules", native),
     }
 
@@ -186,3 +168,7 @@ def _targets(v: Values, role: str, key: str, native: str) -> Native:
         mixture=f"{experts}={v[experts]}" if v[experts] > 1 else "",
         dropout=v[f"trainer.{role}.model.lora.dropout"],
     )
+
+
+policy_lora = partial(_lora, role="policy", native="model.lora")
+critic_lora = partial(_lora, role="critic", native="critic.lora")

@@ -9,8 +9,7 @@ from pathlib import PurePath
 
 from whet.config.faults import shown
 from whet.config.sections.data import RANDOM_TOKENS
-from whet.dialects.choices import choices
-from whet.dialects.mtp import drafting_of_vllm
+from whet.dialects.megatron import drafting_of_vllm
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.dialects.skyrl import arctic
@@ -23,7 +22,7 @@ from whet.dialects.skyrl.devices import (
     since,
 )
 from whet.dialects.skyrl.learn import input_length
-from whet.dialects.typed import choose
+from whet.dialects.typed import choices, choose
 from whet.types import ConfigError, Json
 
 # ---------------------------------------------------------------- data and rewards
@@ -340,14 +339,13 @@ def _exports(v: Values) -> PurePath:
     return PurePath(v["trainer.export_path"] or "")
 
 
-TRACKERS = choices("skyrl", "tracker")
-
-
 def trackers(v: Values) -> Native:
     """Those that are named, and jsonl always; words by which W&B finds the run."""
     given, tags = v["trainer.logger"], v["trainer.tags"]
     names = given if isinstance(given, list) else [given]
-    chosen = [choose({"trainer.logger": name}, "trainer.logger", TRACKERS) for name in names]
+    chosen = [
+        choose({"trainer.logger": name}, "trainer.logger", choices("skyrl", "tracker")) for name in names
+    ]
     return {"track.trackers": [*dict.fromkeys(chosen), "jsonl"], **({"track.tags": tags} if tags else {})}
 
 

@@ -194,4 +194,6 @@ def lengths(v: Values) -> Native:
 def dtype(v: Values) -> Native:
     """As the policy's of an RL file, with an engine of the same."""
     half = v["fsdp_config.mixed_precision.param_dtype"] in ("fp16", "float16") and v["strategy"] != "megatron"
-    return devices.dtype({**as_rl(v), **({"generator.model_dtype": "float16"} if half else {})})
+    return function("skyrl", "devices.dtype")(
+        {**as_rl(v), **({"generator.model_dtype": "float16"} if half else {})}
+    )

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from fractions import Fraction
 
-from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.values import (
     CONFIG,
@@ -20,6 +19,7 @@ from whet.dialects.trinity.values import (
     repeat_times,
     text,
 )
+from whet.dialects.typed import choices
 from whet.types import ConfigError, Json
 
 KEY = "algorithm.policy_loss_fn"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from whet.config.environments import SEVERAL
 from whet.config.keys import distance
-from whet.dialects.choices import choices
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.judges import (
     ANSWER_S,
@@ -35,6 +34,7 @@ from whet.dialects.trinity.values import (
     training,
 )
 from whet.dialects.trinity.worlds import WORLDS, PlayedSet, TrinityWorld, environment
+from whet.dialects.typed import choices
 from whet.types import ConfigError
 
 

@@ -12,7 +12,6 @@ from whet.dialects.trinity.data import apart
 from whet.dialects.trinity.judges import is_outside
 from whet.dialects.trinity.rewards import is_judged
 from whet.dialects.trinity.values import (
-    BY_EXPLORER,
     CRITIC,
     EXPERIENCES,
     MODEL,
@@ -22,7 +21,6 @@ from whet.dialects.trinity.values import (
     entries,
     folder_of,
     given,
-    in_rounds,
     online,
     preset,
     repeat_times,
@@ -148,27 +146,16 @@ def environment(values: Values) -> Native:
     return {"reward_workers.env": {name: str(value) for name, value in found.items()}} if found else {}
 
 
-def ahead(values: Values) -> Native:
-    """How far exploring is ahead of training.
+def steps_ahead(values: Values) -> int:
+    """How far exploring is ahead of training where the style is not fixed: as far as staleness_control lets it be.
 
-    fixed: sync_offset steps. In the other styles as far as staleness_control lets it be: rollouts of step s have
-    version s - max_staleness at least, of which sync_interval steps lie between two syncs. Without it, as far as one
-    more interval, and where used rollouts stand in the same queue, at least so far that steps of these need not wait:
-    here exploring has a bound, there it has none but the queue.
+    Rollouts of step s have version s - max_staleness at least, of which sync_interval steps lie between two syncs.
+    Without it, as far as one more interval, and where used rollouts stand in the same queue, at least so far that steps
+    of these need not wait: here exploring has a bound, there it has none but the queue.
     """
-    style, offset = values["synchronizer.sync_style"], values["synchronizer.sync_offset"]
-    if style == "fixed":
-        free: Native = {"rollout.schedule": "async", "rollout.partial_rollout": False}
-        return (free if apart(values) and not in_rounds(values) else {}) | {"rollout.max_staleness": offset}
-    most, interval = bound(values), values["synchronizer.sync_interval"]
-    if most is None:
-        most = interval + max(interval, _AMONG_USED if _uses_again(values) else 0)
-    return {
-        "rollout.schedule": "async",
-        "rollout.partial_rollout": style == "fully_async",
-        "rollout.max_staleness": most - interval,
-        "sync.driven_by": "explorer" if style in BY_EXPLORER else "trainer",
-    }
+    most, interval = bound(values), int(values["synchronizer.sync_interval"])
+    uses_again = values[f"{REPLAY}.enable"] and values[f"{REPLAY}.reuse_cooldown_time"] is not None
+    return max(interval, _AMONG_USED if uses_again else 0) if most is None else most - interval
 
 
 def who(values: Values) -> Native:
@@ -213,10 +200,6 @@ def _priority(values: Values) -> Native:
     """The arguments of priority_fn."""
     counts: Native = {"use_count_limit": 3, "sigma": 0.0} if _is_controlled(values) else {}
     return arguments(values, f"{REPLAY}.priority_fn_args", {"decay": 2.0} | counts)
-
-
-def _uses_again(values: Values) -> bool:
-    return bool(values[f"{REPLAY}.enable"]) and values[f"{REPLAY}.reuse_cooldown_time"] is not None
 
 
 def is_a_queue(values: Values) -> bool:

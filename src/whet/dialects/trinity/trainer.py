@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from math import ceil, prod
 
 from whet.dialects.layout import FileLayout, groups
-from whet.dialects.megatron import SIZES
-from whet.dialects.mtp import learned, learns
+from whet.dialects.megatron import SIZES, learned, learns
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.trinity.algorithm import kl, optimizer, schedule
 from whet.dialects.trinity.data import limits, trainers
@@ -29,7 +29,7 @@ from whet.dialects.trinity.values import (
     preset,
     text,
 )
-from whet.dialects.uploads import place
+from whet.dialects.typed import place
 from whet.types import ConfigError, Json
 
 FSDP = f"{ACTOR}.fsdp_config"
@@ -230,9 +230,7 @@ def _megatron(values: Values, left: int) -> Native:
     return (made.flat() if learns(values, f"{MODEL}.mtp") else made).natives()
 
 
-def mtp(values: Values) -> Native:
-    """What layers of multi-token prediction learn, where Megatron-LM trains."""
-    return dict(learned(values, f"{MODEL}.mtp"))
+mtp = partial(learned, at=f"{MODEL}.mtp")
 
 
 def sequence_ranks(values: Values) -> int:

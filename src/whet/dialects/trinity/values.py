@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from whet.config.keys import Path as Keys
 from whet.config.keys import dotted
@@ -248,6 +248,7 @@ def arguments_of(values: Values, key: str, function: TrinityFunction) -> Native:
 class Preset:
     """What an algorithm_type stands for where its functions are not named: a line of algorithms.tsv."""
 
+    name: str
     recipe: str
     """The native recipe."""
     advantage: str
@@ -265,14 +266,12 @@ class Preset:
         return self.loss in ("mix", "mix_chord")
 
 
-def _preset(line: Mapping[str, str]) -> Preset:
-    texts = {name: line[name] for name in ("recipe", "advantage", "loss", "kl_loss", "entropy")}
-    kind: Any = line["kind"]
-    times, in_trainer = int(line["repeat_times"]), line["in_trainer"] == "yes"
-    return Preset(**texts, kind=kind, repeat_times=times, in_trainer=in_trainer)
-
-
-PRESETS = {line["name"]: _preset(line) for line in lines(__package__, "algorithms.tsv")}
+PRESETS = {
+    line["name"]: Preset(
+        **{**line, "repeat_times": int(line["repeat_times"]), "in_trainer": line["in_trainer"] == "yes"}  # type: ignore[arg-type]
+    )
+    for line in lines(__package__, "algorithms.tsv")
+}
 
 NEWER = ("cpt",)
 """Those of versions after the document that are not built."""

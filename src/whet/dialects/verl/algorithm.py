@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 from whet.config.faults import shown
-from whet.dialects.choices import choices, settings
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose
+from whet.dialects.typed import choices, choose, settings
 from whet.dialects.verl import distillation
 from whet.dialects.verl.roles import ACTOR, CRITIC, texts
-from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts, responses
+from whet.dialects.verl.sizes import is_fully_async, is_one_step_off, prompts
 from whet.dialects.versions import since
 from whet.types import ConfigError, Json
 
@@ -19,58 +18,20 @@ UNBOUNDED = 1_000_000
 
 # ---------------------------------------------------------------- advantages
 
-BY_STD = ("grpo", "grpo_passk", "grpo_vectorized")
-"""Estimators that read norm_adv_by_std_in_grpo; gdpo always divides."""
 
-ALONE: dict[str, str] = {
-    **dict.fromkeys(("grpo", "grpo_vectorized", "reinforce_plus_plus_baseline", "opo"), "reward"),
-    **dict.fromkeys(("optimal_token_baseline", "tir_optimal_token_baseline"), "reinforce"),
-}
-"""What remains of an estimator in a group of one, which has no baseline: the score at every token, or the rewards from
-here on."""
+def is_own(v: Values) -> bool:
+    """Whether the estimator is a function of yours."""
+    return ":" in str(v["algorithm.adv_estimator"])
 
 
-def advantage(v: Values) -> Native:
-    """The estimator over the recipe that has it, or a function of the user's over that of grpo; verl's policy loss
-    and aggregation are chosen apart."""
-    key = "algorithm.adv_estimator"
-    estimator = str(v[key])
-    if ":" in estimator:
-        return {"algorithm.name": "grpo", "algorithm.advantage": estimator}
-    recipe, own = choose(v, key, choices("verl", "estimator")), choices("verl", "advantage").get(estimator)
-    if responses(v) == 1 and estimator in ALONE:
-        whitened = {"algorithm.whiten": True} if estimator == "reinforce_plus_plus_baseline" else {}
-        return {"algorithm.name": "reinforce", "algorithm.advantage": ALONE[estimator], **whitened}
-    out: dict[str, Json] = {"algorithm.name": recipe}
-    if own is not None:
-        out["algorithm.advantage"] = own
-    if estimator in BY_STD:
-        out["algorithm.advantage.normalize_std"] = v["algorithm.norm_adv_by_std_in_grpo"]
-    if estimator == "grpo_vectorized" and not since(v, "verl", "0.8.0"):
-        out["algorithm.advantage.std_floor"] = 1e-3
-    if estimator == "optimal_token_baseline" and not since(v, "verl", "0.8.0"):
-        out["algorithm.advantage.handle_zero_tail"] = False
-    if estimator == "gpg":
-        out["algorithm.advantage.gpg_alpha"] = "nonzero"
-    if estimator == "gdpo":
-        out |= _parts(v)
-    if estimator == "rloo":
-        out["algorithm.advantage.single_rollout"] = "raw"
-    return out
-
-
-def _parts(v: Values) -> dict[str, Json]:
+def gdpo_parts(v: Values) -> list[str]:
     """What GDPO normalises apart: entries of what compute_score returns, which are parts of the reward `score`."""
-    keys = texts(v, "algorithm.gdpo_reward_keys")
-    weights = v["algorithm.gdpo_reward_weights"]
+    keys, weights = texts(v, "algorithm.gdpo_reward_keys"), v["algorithm.gdpo_reward_weights"]
     if weights is not None and len(weights) != len(keys):
         raise ConfigError(
             f"algorithm.gdpo_reward_weights: got {len(weights)} weights for {len(keys)} gdpo_reward_keys"
         )
-    return {
-        "algorithm.advantage.parts": [key if key == "score" else f"score/{key}" for key in keys],
-        "algorithm.advantage.part_weights": weights,
-    }
+    return [key if key == "score" else f"score/{key}" for key in keys]
 
 
 def dynamic_sampling(v: Values) -> Native:
@@ -230,18 +191,14 @@ def _of_the_policy_that_learns(v: Values, tests: list[Json]) -> Native:
     rejects = reinforces(v) and v[f"{CORRECTION}.rollout_rs"] is not None
     if not tests or not (rejects or since(v, "verl", "0.7.0")):
         return out
-    if not _takes_bypass_loss(v):
+    loss_of_bypass = _says_bypass(v) or reinforces(v)  # else its log-probs alone may be taken
+    if not loss_of_bypass and v[f"{ACTOR}.policy_loss.loss_mode"] != "bypass_mode":
         raise NotSupportedYet(
             f"{CORRECTION}.rollout_rs with {ACTOR}.use_rollout_log_probs and without bypass_mode is coming, not built "
             "yet: verl rejects by log-probs that the trainer computes before the step, which its loss does not read; "
             "set bypass_mode=true"
         )
     return out | {"algorithm.correction.reject": tests, "algorithm.correction.reject_policy": "current"}
-
-
-def _takes_bypass_loss(v: Values) -> bool:
-    """Whether verl's loss of bypass_mode is taken, not only the engine's log-probs."""
-    return _says_bypass(v) or reinforces(v) or v[f"{ACTOR}.policy_loss.loss_mode"] == "bypass_mode"
 
 
 def _keeps_outside(v: Values) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from whet.config.urls import is_remote
-from whet.dialects.choices import choices
-from whet.dialects.mtp import drafting
+from whet.dialects.megatron import drafting
 from whet.dialects.row import NOTHING, Native, Values
 from whet.dialects.served import NAMES, placed
-from whet.dialects.typed import choose
+from whet.dialects.typed import choices, choose
 from whet.dialects.values import nested
 from whet.dialects.verl.loop import schedule
 from whet.dialects.verl.roles import (
@@ -138,9 +137,6 @@ def runs_code(v: Values) -> bool:
     return bool(given) and not has_reward_model(v)
 
 
-MANAGERS = choices("verl", "reward manager")
-
-
 def rewards(v: Values) -> Native:
     """What judges, and how: `prime` gives several processes, and each call 300 s.
 
@@ -155,7 +151,7 @@ def rewards(v: Values) -> Native:
     if arguments := v["custom_reward_function.reward_kwargs"]:
         out["rewards.score.arguments"] = {**out.get("rewards.score.arguments", {}), **arguments}
     manager = "reward_model.reward_manager"
-    if v[manager] is not None and choose(v, manager, MANAGERS) == "prime":
+    if v[manager] is not None and choose(v, manager, choices("verl", "reward manager")) == "prime":
         out |= {"reward_workers.count": 4, "reward_workers.timeout_s": 300.0}
     return out
 

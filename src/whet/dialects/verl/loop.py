@@ -6,10 +6,8 @@ import math
 from pathlib import PurePath
 
 from whet.config.faults import shown
-from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose
-from whet.dialects.uploads import place
+from whet.dialects.typed import choices, choose, place
 from whet.dialects.verl.optimizer import constant_rates
 from whet.dialects.verl.roles import ACTOR, CRITIC, REF, anywhere, has_critic, local, texts
 from whet.dialects.verl.sizes import (
@@ -176,13 +174,11 @@ def _check_critic(v: Values, saved: list[str], loaded: list[str]) -> None:
         )
 
 
-TRACKERS = choices("verl", "tracker")
-
-
 def trackers(v: Values) -> Native:
     """By the same names; metrics.jsonl is written always."""
     names = [
-        choose({"trainer.logger": one}, "trainer.logger", TRACKERS) for one in texts(v, "trainer.logger")
+        choose({"trainer.logger": one}, "trainer.logger", choices("verl", "tracker"))
+        for one in texts(v, "trainer.logger")
     ]
     return {"track.trackers": list(dict.fromkeys(names))}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from whet.config.faults import shown
-from whet.dialects.choices import choices
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose, share_of_steps
+from whet.dialects.typed import choices, choose, share_of_steps
 from whet.dialects.verl.roles import ACTOR, CRITIC, check_engine, engine_of, has_critic
 from whet.dialects.verl.sizes import is_fully_async, updates_of_a_step
 from whet.dialects.versions import since
@@ -19,10 +19,6 @@ def actor(v: Values) -> Native:
     return _of_role(v, ACTOR, native="train.optimizer")
 
 
-def critic(v: Values) -> Native:
-    return _of_role(v, CRITIC, native="critic.optimizer")
-
-
 def _of_role(v: Values, role: str, *, native: str) -> Native:
     at, engine = f"{role}.optim", engine_of(v)
     told = _without_length(v, at, engine) if is_fully_async(v) else v
@@ -32,6 +28,9 @@ def _of_role(v: Values, role: str, *, native: str) -> Native:
     told = {**v, "trainer.total_training_steps": None if steps is None else steps * updates}
     made = settings(told, at, native=native, engine=engine, clip=_clip(v, role))
     return {**made, f"{native}.schedule.unit": "optimizer_step"}
+
+
+critic = partial(_of_role, role=CRITIC, native="critic.optimizer")
 
 
 def _without_length(v: Values, at: str, engine: str) -> Values:
@@ -230,35 +229,26 @@ def _decay_end(v: Values, at: str) -> Native:
     return {"total_steps": max(int(steps * share), 1)}
 
 
-TITAN_DECAYS = choices("verl", "torchtitan decay")
-
-
 def _torchtitan_schedule(v: Values, at: str) -> Native:
     """Step s of W has (s + 1) / W of the peak; then the rate goes down to min_lr_factor. verl does not tell torchtitan
     how many steps there are, so there the decay is over its own 10,000; here it is over the run's."""
-    kind = choose(v, f"{at}.decay_type", TITAN_DECAYS)
+    kind = choose(v, f"{at}.decay_type", choices("verl", "torchtitan decay"))
     shape = {"decay_type": "minus_sqrt", "decay_steps": None} if kind == "wsd" else {}
     return {"type": kind, "warmup_ends": "peak", "min_lr_ratio": v[f"{at}.min_lr_factor"], **shape}
 
 
-AUTOMODEL_STYLES = choices("verl", "automodel schedule")
-
-
 def _automodel_schedule(v: Values, at: str) -> Native:
     """Automodel has Megatron's scheduler, with shares of lr in place of rates."""
-    kind = _type(v, at, AUTOMODEL_STYLES)
+    kind = _type(v, at, choices("verl", "automodel schedule"))
     start, low = v[f"{at}.init_lr_ratio"], v[f"{at}.min_lr_ratio"]
     out = {"type": kind, "warmup_start_ratio": 0.1 if start is None else start}
     return out if kind == "constant" else {**out, "min_lr_ratio": 0.01 if low is None else low}
 
 
-MEGATRON_STYLES = choices("verl", "megatron decay")
-
-
 def _megatron_schedule(v: Values, at: str) -> Native:
     """Megatron warms up from lr_warmup_init to lr, and goes down to min_lr by the step lr_decay_steps."""
     key = f"{at}.lr_decay_style"
-    kind = choose({key: _style(v, at)}, key, MEGATRON_STYLES)
+    kind = choose({key: _style(v, at)}, key, choices("verl", "megatron decay"))
     low, start = (_share(v, at, name) for name in ("min_lr", "lr_warmup_init"))
     out: dict[str, Json] = {"type": kind, "warmup_start_ratio": start}
     if v[f"{at}.lr_decay_steps"] not in (None, -1):
@@ -299,16 +289,13 @@ def _stable_then_down(v: Values, at: str) -> Native:
     return {"decay_type": shape, "decay_steps": v[f"{at}.lr_wsd_decay_steps"]}
 
 
-MLITE_STYLES = choices("verl", "mlite decay")
-
-
 def _mlite_schedule(v: Values, at: str) -> Native:
     """Megatron Lite has a scheduler of its own, with Megatron's shapes but for an exponential decay: its rate falls by
     the same factor in each step, and in a line where min_lr is 0. WSD without lr_wsd_decay_steps never decays."""
     key, shape, steps = (
         f"{at}.{name}" for name in ("lr_decay_style", "lr_wsd_decay_style", "lr_wsd_decay_steps")
     )
-    if choose(v, key, MLITE_STYLES) != "wsd":
+    if choose(v, key, choices("verl", "mlite decay")) != "wsd":
         return _megatron_schedule(v, at)
     if not v[steps]:
         return _megatron_schedule({**v, key: "constant"}, at)

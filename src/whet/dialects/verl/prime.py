@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
+from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.verl.roles import ACTOR, RM, ROLLOUT
 from whet.dialects.verl.sizes import prompts, ranks, responses
-from whet.types import ConfigError
 
 OPTIM = f"{RM}.model.optim"
 
@@ -19,16 +18,7 @@ def frozen(v: Values) -> str:
     return path
 
 
-def model(v: Values) -> Native:
-    """How its batches are cut."""
-    micro = _micro_batch(v)
-    return {
-        "critic.minibatches": _mini_batches(v),
-        **({} if micro is None else {"critic.micro_batch_rollouts": micro}),
-    }
-
-
-def _mini_batches(v: Values) -> int:
+def mini_batches(v: Values) -> int:
     """mini_batch_size counts responses, unlike the actor's, which counts prompts."""
     key = f"{RM}.mini_batch_size"
     size, of_step = v[key], prompts(v) * responses(v)
@@ -41,7 +31,7 @@ def _mini_batches(v: Values) -> int:
     return of_step // int(size)
 
 
-def _micro_batch(v: Values) -> int | None:
+def micro_batch(v: Values) -> int | None:
     """Responses of one pass on one device."""
     together, each = v[f"{RM}.micro_batch_size"], v[f"{RM}.micro_batch_size_per_gpu"]
     return each if together is None else max(int(together) // ranks(v, ACTOR), 1)
@@ -55,12 +45,7 @@ def warmup_steps(v: Values) -> int:
     return int(steps)
 
 
-def oversampling(v: Values) -> Native:
-    """A step samples a whole number of prompts."""
+def samples_whole_prompts(v: Values) -> bool:
+    """Whether a step samples a whole number of prompts, as many as it trains on at least."""
     factor = v["data.oversample_factor"]
-    if (Fraction(str(factor)) * prompts(v)).denominator != 1 or factor < 1:
-        raise ConfigError(
-            f"data.oversample_factor={factor}: times data.train_batch_size={prompts(v)} it must be a whole number of "
-            "prompts, at least as many"
-        )
-    return NOTHING
+    return bool((Fraction(str(factor)) * prompts(v)).denominator == 1 and factor >= 1)

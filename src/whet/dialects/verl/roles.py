@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from whet.config.faults import shown
 from whet.config.urls import is_remote
-from whet.dialects import mtp as mtp_layers
-from whet.dialects.choices import choices
-from whet.dialects.megatron import adapted_layers, begins, router_terms
+from whet.dialects.megatron import adapted_layers, begins, learned, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose
+from whet.dialects.typed import choices, choose
 from whet.dialects.versions import since
 from whet.inputs import read_json_object
+from whet.tables import lines
 from whet.types import ConfigError, Json
 
 ACTOR = "actor_rollout_ref.actor"
@@ -68,23 +68,19 @@ def code(v: Values, key: str, name_key: str, default: str | None = None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A training engine: its section of a role, and the names of parallel sizes in it."""
+    """A training engine: its section of a role, and the names of parallel sizes in it. A line of engines.tsv."""
 
+    name: str
     section: str
-    of_critic: str = ""
-    """Its section of the critic, where that has another name."""
-    tp: str = ""
-    pp: str = ""
-    cp: str = ""
-    ep: str = ""
-    copies: str = ""
-    """Number of copies of the weights (dp_replicate)."""
-    shards: str = ""
-    """Ranks that share one copy (dp_shard)."""
-    chunks: str = ""
-    """Name of the number of a pipeline stage's parts (pipeline_chunks)."""
-    sharing: str = "cp"
-    """The dimension whose ranks share the tokens of a sequence, each with the role's budget of tokens."""
+    of_critic: str
+    tp: str
+    pp: str
+    cp: str
+    ep: str
+    copies: str
+    shards: str
+    chunks: str
+    sharing: str
 
     @property
     def sizes(self) -> dict[str, str]:
@@ -92,37 +88,7 @@ class Engine:
         return {dim: name for dim in ("tp", "pp", "cp", "ep") if (name := getattr(self, dim))}
 
 
-ENGINES = {
-    "fsdp": Engine(section="fsdp_config", of_critic="model.fsdp_config", shards="fsdp_size"),
-    "megatron": Engine(
-        section="megatron",
-        tp="tensor_model_parallel_size",
-        pp="pipeline_model_parallel_size",
-        cp="context_parallel_size",
-        ep="expert_model_parallel_size",
-        chunks="virtual_pipeline_model_parallel_size",
-    ),
-    "veomni": Engine(
-        section="veomni", cp="ulysses_parallel_size", ep="expert_parallel_size", shards="fsdp_size"
-    ),
-    "torchtitan": Engine(
-        section="torchtitan",
-        tp="tensor_parallel_size",
-        pp="pipeline_parallel_size",
-        cp="context_parallel_size",
-        ep="expert_parallel_size",
-        copies="data_parallel_replicate_size",
-        shards="data_parallel_shard_size",
-        sharing="tp",
-    ),
-    "automodel": Engine(
-        section="engine", tp="tp_size", pp="pp_size", cp="cp_size", ep="ep_size", copies="dp_replicate_size"
-    ),
-    "mlite": Engine(section="engine", tp="tp", pp="pp", cp="cp", ep="ep", chunks="vpp"),
-}
-"""By name. FSDP's sequence-parallel size stands beside its section, one for each role. Automodel is of the SFT trainer
-alone, whose engines all have the section `engine`. Megatron Lite is of another package (verl_mlite, in Megatron-LM's
-branch dev of 21 August 2026, d48bd6b), whose actor has that section, too."""
+ENGINES = {line["name"]: Engine(**line) for line in lines(__package__, "engines.tsv")}
 
 FAMILIES = choices("verl", "strategy")
 """The engine of each strategy; None: not built."""
@@ -323,18 +289,9 @@ def policy(v: Values) -> Native:
     }
 
 
-def routers(v: Values) -> Native:
-    """Terms of the loss for Megatron's routers."""
-    at = f"{MEGATRON}.override_transformer_config"
-    return router_terms(v, at)
-
-
 MTP = f"{MODEL}.mtp"
-
-
-def mtp(v: Values) -> Native:
-    """What layers of multi-token prediction learn, with Megatron-LM."""
-    return mtp_layers.learned(v, MTP)
+routers = partial(router_terms, at=f"{MEGATRON}.override_transformer_config")
+mtp = partial(learned, at=MTP)
 
 
 def replay_key(v: Values) -> str:
@@ -371,19 +328,7 @@ def _without_sections(config: dict[str, Json]) -> dict[str, Json]:
     return {**rest, **inner}
 
 
-def policy_lora(v: Values) -> Native:
-    return _lora(v, MODEL, native="model.lora", engine=MEGATRON)
-
-
-def critic_lora(v: Values) -> Native:
-    return _lora(v, "critic.model", native="critic.lora", engine=MEGATRON)
-
-
-def sft_lora(v: Values) -> Native:
-    return _lora(v, "model", native="model.lora", engine="engine")
-
-
-def _lora(v: Values, model: str, *, native: str, engine: str) -> Native:
+def _lora(v: Values, *, model: str, native: str, engine: str) -> Native:
     """Rank 0 trains the whole model. engine: Megatron's section."""
     if v.get(f"{model}.lora.rank"):
         return _megatron_lora(v, model, native=native, engine=engine)
@@ -431,6 +376,11 @@ def _peft_targets(v: Values, model: str) -> Json:
             "today: a list of names in both"
         )
     return [*texts(v, f"{model}.target_modules"), *texts(v, stacks)]
+
+
+policy_lora = partial(_lora, model=MODEL, native="model.lora", engine=MEGATRON)
+critic_lora = partial(_lora, model="critic.model", native="critic.lora", engine=MEGATRON)
+sft_lora = partial(_lora, model="model", native="model.lora", engine="engine")
 
 
 MEGATRON_TYPES = {"lora": True, "canonical_lora": False, "vlm_lora": None, "dora": None}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
-from whet.dialects import mtp as mtp_layers
-from whet.dialects.choices import choices
 from whet.dialects.layout import FileLayout
-from whet.dialects.megatron import router_terms
+from whet.dialects.megatron import learned, learns, router_terms
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
-from whet.dialects.typed import choose, share_of_steps
+from whet.dialects.typed import choices, choose, share_of_steps
 from whet.dialects.verl import optimizer as ppo
 from whet.dialects.verl.data import rows
 from whet.dialects.verl.loop import PARTS, check_loaded, contents, exports_only
@@ -44,14 +43,8 @@ def is_megatron(v: Values) -> bool:
     return engine_of(v) == "megatron"
 
 
-def routers(v: Values) -> Native:
-    """Terms of the loss for Megatron's routers."""
-    return router_terms(v, "engine.override_transformer_config")
-
-
-def mtp(v: Values) -> Native:
-    """What layers of multi-token prediction learn, with Megatron-LM."""
-    return mtp_layers.learned(v, "model.mtp")
+routers = partial(router_terms, at="engine.override_transformer_config")
+mtp = partial(learned, at="model.mtp")
 
 
 def recipe(v: Values) -> Native:
@@ -154,53 +147,30 @@ def layout(v: Values) -> Native:
     dp, engine = _ranks(v), ENGINES[engine_of(v)]
     copies, shards = copies_and_shards(v, engine, "engine", dp=dp, each=_world(v) // dp)
     made = FileLayout(dp_replicate=copies, dp_shard=shards, nodes=v["trainer.nnodes"], **sizes)
-    flat = is_megatron(v) and mtp_layers.learns(v, "model.mtp")
+    flat = is_megatron(v) and learns(v, "model.mtp")
     return (made.flat() if flat else made).natives()
 
 
-def offload(v: Values) -> Native:
-    """FSDP's CPUOffload: cpu_offload switches it on, offload_params says that it does something; engines have a key for
-    each part."""
-    both = (v[f"{_FSDP}.cpu_offload"] and v[f"{_FSDP}.offload_params"]) or v["engine.offload_policy"]
-    wanted = {
-        "activations": v["model.enable_activation_offload"],
-        "optimizer": both or v["engine.optimizer_offload"],
-        "policy": both or v["engine.param_offload"],
-    }
-    return {"train.offload": [name for name, there in wanted.items() if there]}
-
-
 def optimizer(v: Values) -> Native:
-    """AdamW over all parameters; a linear warm-up whose first step moves nothing, then half a cosine, or a stable part
-    and half a cosine in the last tenth of what is left. Over engines as in verl's PPO."""
-    if over_engines(v):
-        every = {**v, "optim.lr_warmup_steps_ratio": v["optim.warmup_steps_ratio"]}
-        return ppo.settings(
-            every, "optim", native="train.optimizer", engine=engine_of(v), clip=v["optim.clip_grad"]
-        )
-    at = "train.optimizer"
-    kind = choose(v, "optim.lr_scheduler", {"cosine": "cosine", "wsd": "wsd"})
-    return {
-        f"{at}.decay_all": True,
-        f"{at}.betas": v["optim.betas"],
-        f"{at}.max_grad_norm": v["optim.clip_grad"],
-        f"{at}.schedule.type": kind,
-        f"{at}.schedule.warmup_steps": share_of_steps(
-            v["optim.warmup_steps_ratio"], "optim.warmup_steps_ratio"
-        ),
-        f"{at}.schedule.warmup_ends": "start",
-        f"{at}.schedule.total_steps": v["trainer.total_training_steps"],
-        **({f"{at}.schedule.{key}": value for key, value in _decay(v).items()} if kind == "wsd" else {}),
-    }
+    """Over engines as in verl's PPO."""
+    every = {**v, "optim.lr_warmup_steps_ratio": v["optim.warmup_steps_ratio"]}
+    return ppo.settings(
+        every, "optim", native="train.optimizer", engine=engine_of(v), clip=v["optim.clip_grad"]
+    )
 
 
-def _decay(v: Values) -> Native:
+def warmup_share(v: Values) -> float:
+    """The share of all steps that the older trainer warms up over."""
+    return share_of_steps(v["optim.warmup_steps_ratio"], "optim.warmup_steps_ratio")
+
+
+def decay_steps(v: Values) -> float | None:
     """Of N steps and W of warm-up the last (N - W) - floor(0.9 (N - W)). Without N its share, rounded otherwise."""
     ratio, steps = v["optim.warmup_steps_ratio"], v["trainer.total_training_steps"]
     if steps is None:
-        return {"decay_type": "cosine", "decay_steps": round(0.1 * (1.0 - ratio), 12)}
+        return round(0.1 * (1.0 - ratio), 12)
     rest = steps - math.floor(ratio * steps)
-    return {"decay_type": "cosine", "decay_steps": rest - math.floor(0.9 * rest) or None}
+    return rest - math.floor(0.9 * rest) or None
 
 
 DTYPES = choices("verl", "sft dtype")

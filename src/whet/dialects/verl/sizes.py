@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from whet.dialects.layout import PARALLEL, FileLayout, groups, resharded
-from whet.dialects.mtp import learns
+from whet.dialects.megatron import learns
 from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.verl.roles import (
     ACTOR,

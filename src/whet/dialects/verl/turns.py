@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from whet.dialects.choices import choices
 from whet.dialects.row import Native, Values
-from whet.dialects.typed import choose
+from whet.dialects.typed import choices, choose
 from whet.dialects.verl.roles import ROLLOUT, TURNS, agent_loops, local, sources
 from whet.types import Json
 
