@@ -47,10 +47,12 @@ Path = tuple[str | int, ...]
 ASIDES = ("stages", "critic", "reference", "eval")
 """Sections that repeat keys of other sections; suggestions list them last."""
 
+_ROWS = lines("whet.config", "keys.tsv")
+
 
 def column(name: str) -> dict[str, str]:
     """A column of keys.tsv by key, where it says something."""
-    return {row["key"]: row[name] for row in lines("whet.config", "keys.tsv") if row[name]}
+    return {row["key"]: row[name] for row in _ROWS if row[name]}
 
 
 FOREIGN = {name: key for key, names in column("names").items() for name in names.split(", ")}

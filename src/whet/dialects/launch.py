@@ -44,7 +44,7 @@ _PROGRAMS = {
         int(line["operands"] or 0),
     )
     for line in _TABLE
-    if not line["pattern"]
+    if not line["pattern"] and line["kind"] != "choice"
 }
 
 
@@ -54,9 +54,14 @@ def _patterns(kind: str) -> tuple[tuple[System, re.Pattern[str]], ...]:
 
 _MODULES, _KEYS = _patterns("trainer"), _patterns("keys")
 _NO_TRAINERS = tuple(name for name, program in _PROGRAMS.items() if program.kind == "none")
-_PACKAGES = {line["name"]: tuple(line["pattern"].split()) for line in _TABLE if line["kind"] == "package"}
-"""Beginnings of the modules whose keys the tables hold."""
-_BASES = {line["name"]: tuple(line["pattern"].split()) for line in _TABLE if line["kind"] == "base"}
+
+
+def words(kind: str) -> dict[str, tuple[str, ...]]:
+    """What the lines of a kind say, by their names."""
+    return {line["name"]: tuple(line["pattern"].split()) for line in _TABLE if line["kind"] == kind}
+
+
+_PACKAGES, _BASES = words("package"), words("base")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,56 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.config.faults import shown
-from whet.dialects.launch import base_of, is_own
+from whet.dialects.launch import base_of, is_own, words
 from whet.dialects.script import Argument, Launch, read_script
 from whet.dialects.tables import FILES, named
 from whet.types import ConfigError
 
-_VERL = (
-    (re.compile(r".*\bmain_eval"), "verl-eval"),
-    (re.compile(r".*\bmain_generation_server"), "verl-server"),
-    (re.compile(r".*\bmain_generation\w*"), "verl-generation"),
-    (re.compile(r".*\b\w*sft_trainer\w*"), "verl-sft"),
-)
-_ENTRY_POINTS = {"fully_async": "trainer.fully_async.enabled=true", "full_ctx": "trainer.num_dummy_steps=5"}
-"""By a part of a module's name: what SkyRL's other entry points say, which is a key or became one."""
-
-_MEGATRON = "ppo_megatron_trainer"
-_ENGINES = ("veomni", "torchtitan", "mindspeed")
-_CHOICES: Mapping[str, Mapping[str, str]] = {
-    "model_engine": {
-        "megatron": f"defaults=[{_MEGATRON}]",
-        "dp": "",
-        "fsdp": "",
-        **{name: f"model_engine={name}" for name in _ENGINES},
-    },
-    "actor": {
-        "megatron_actor": f"defaults=[{_MEGATRON}]",
-        "dp_actor": "",
-        **{f"{name}_actor": f"actor_rollout_ref.actor.strategy={name}" for name in _ENGINES},
-        "mlite_actor": "actor_rollout_ref.actor.strategy=mlite actor_rollout_ref.actor.optim.lr=1e-3",
-    },
-    "ref": {"mlite_ref": ""},
-    "engine": {
-        "fsdp": "",
-        **{name: f"engine.strategy={name}" for name in ("megatron", "automodel", "mlite", *_ENGINES)},
-    },
-    "optim": {"fsdp": "", "megatron": "", **dict.fromkeys(_ENGINES, ""), "automodel": "optim.lr=1e-5"},
-    "model": {"hf_model": ""},
-}
-"""Hydra's choice of a file for a section: those of verl and of verl_mlite -> the overrides that say the same, '' where
-a file leaves it out."""
+_CHOICES = words("choice")
+_GROUPS = {name.partition("=")[0] for name in _CHOICES}
 _CHOICE = re.compile(r"[+]*(?P<group>[\w/]+)(?P<at>@[\w.]+)?=(?P<name>\w*)")
-_WHOLE = (
-    "ppo_trainer",
-    "fully_async_ppo_trainer",
-    "one_step_off_ppo_trainer",
-    "sft_trainer",
-    "sft_trainer_engine",
-    "evaluation",
-    "generation",
-)
-"""verl's own files, whose values are in the tables."""
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
@@ -106,11 +64,11 @@ def launched(
     notes = [f"{script}:{line}: {said}" for line, said in launch.notes]
     for word in _own(launch, notes, script):
         choice = _CHOICE.fullmatch(word.text)
-        if choice and choice["group"] in _CHOICES and (choice["at"] or "." not in choice["group"]):
-            said = _CHOICES[choice["group"]].get(choice["name"])
+        if choice and choice["group"] in _GROUPS and (choice["at"] or "." not in choice["group"]):
+            said = _CHOICES.get(f"{choice['group']}={choice['name']}")
             if said is None:
                 problems.append((place(word), _unread(word, choice, launch)))
-            chosen += [(one, place(word)) for one in (said or "").split()]
+            chosen += [(one, place(word)) for one in said or ()]
         elif choice and choice["at"]:
             problems.append(
                 (
@@ -147,7 +105,8 @@ def _torchrun(launch: Launch) -> list[str]:
 
 def _unread(word: Argument, choice: re.Match[str], launch: Launch) -> str:
     """Why a file that Hydra would read is refused."""
-    known = ", ".join(_CHOICES[choice["group"]])
+    pairs = (each.partition("=") for each in _CHOICES)
+    known = ", ".join(name for group, _, name in pairs if group == choice["group"])
     text = f"{word.text}: Hydra's file {shown(choice['name'])} is not read; known: {known}"
     if any(other.text.lstrip("+").startswith("hydra.searchpath=") for other in launch.overrides):
         text += "; the file is of another package (hydra.searchpath), so its values are not known here"
@@ -167,7 +126,8 @@ def _kind(launch: Launch, wanted: str | None) -> str | None:
 def _by_module(launch: Launch) -> str | None:
     last = launch.module.rpartition(".")[2]
     if launch.system == "verl":
-        return next((kind for module, kind in _VERL if module.fullmatch(launch.module)), "verl-ppo")
+        files = words("file").items()
+        return next((kind for kind, (module,) in files if re.fullmatch(module, launch.module)), "verl-ppo")
     if launch.system == "skyrl":
         return "skyrl-sft" if "sft" in last else "skyrl"
     return launch.system or None
@@ -201,7 +161,7 @@ def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[s
         file = Path(launch.folder, launch.config_file)
         return file, launch.written.get(str(file)), []
     if launch.system == "skyrl":
-        return None, None, [said for part, said in _ENTRY_POINTS.items() if part in launch.module]
+        return None, None, [said for part, (said,) in words("entry").items() if part in launch.module]
     name = launch.config_name
     if name is None:
         return None, None, base_of(launch.module)
@@ -214,8 +174,8 @@ def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[s
         if file.is_file():
             return file, None, []
     if launch.system == "verl" and name.endswith("megatron_trainer"):
-        return None, None, [f"defaults=[{_MEGATRON}]"]
-    if launch.system == "verl" and name in _WHOLE:
+        return None, None, ["defaults=[ppo_megatron_trainer]"]
+    if launch.system == "verl" and name in words("whole")["verl"]:
         return None, None, []
     raise ConfigError(
         f"{script}:{launch.line}: there is no config file {name}.yaml here; looked for {', '.join(map(str, tried))}. "

@@ -15,7 +15,6 @@ TIME = "{time}"
 TRACKERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 """Sinks of numbers that may be named; they are written to a file in any case."""
 
-SUB_PROFILER = "profiler.sub_profiler_config."
 
 # ---------------------------------------------------------------- rollouts
 
@@ -109,16 +108,8 @@ def uploads(values: Values) -> dict[str, Json]:
     return out | ({"checkpoint.upload_exports_to": exports} if exports else {})
 
 
-OPTIONS = {"record_shapes": "record_shape", "with_stack": "with_stack", "profile_memory": "profile_memory"}
-"""Of torch's profiler, by torch's name: the name here."""
-
-
-def profile(values: Values) -> dict[str, Json]:
-    """At which steps what is recorded."""
-    keys = {"torch": "profiler.enable_profiler", "nsys": "profiler.enable_nsys"}
-    wait, warmup, active = (values[f"{SUB_PROFILER}{key}_steps"] for key in ("wait", "warmup", "active"))
-    return {
-        "profile.steps": [wait + warmup + n for n in range(1, active + 1)],
-        "profile.tools": [name for name, key in keys.items() if values[key]],
-        "profile.torch": [name for name, key in OPTIONS.items() if values[SUB_PROFILER + key]],
-    }
+def recorded(values: Values) -> list[int]:
+    """The steps that the profiler records."""
+    at = "profiler.sub_profiler_config"
+    wait, warmup, active = (values[f"{at}.{key}_steps"] for key in ("wait", "warmup", "active"))
+    return [wait + warmup + n for n in range(1, active + 1)]

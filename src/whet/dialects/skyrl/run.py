@@ -13,14 +13,7 @@ from whet.dialects.megatron import drafting_of_vllm
 from whet.dialects.row import NOTHING, Native, NotSupportedYet, Values
 from whet.dialects.served import placed
 from whet.dialects.skyrl import arctic
-from whet.dialects.skyrl.devices import (
-    PLACE,
-    A,
-    data_parallel,
-    has_critic,
-    is_simulated,
-    since,
-)
+from whet.dialects.skyrl.devices import PLACE, data_parallel, has_critic, is_simulated, since
 from whet.dialects.skyrl.learn import input_length
 from whet.dialects.typed import choices, choose
 from whet.types import ConfigError, Json
@@ -74,74 +67,41 @@ def _unset(v: Values) -> Native:
     return {"eval.sampling.temperature": 0.0, "eval.sampling.max_tokens": v[f"{TRAIN}.max_generate_length"]}
 
 
-VERIFIERS = {
-    "gsm8k": ("whet.rewards.gsm8k:gsm8k", "reward_spec.ground_truth"),
-    "aime": ("whet.rewards.answer_line:aime", "reward_model.ground_truth"),
-    "lcb": ("code", "reward_spec.ground_truth"),
+ANSWERS = {
+    "gsm8k": "reward_spec.ground_truth",
+    "aime": "reward_model.ground_truth",
+    "lcb": "reward_spec.ground_truth",
 }
-"""Environments of SkyRL-Gym that judge a single reply by its text: (the reward, the column of the answer)."""
-OF_PROGRAMS: Native = {
-    "rewards.lcb.arguments": {
-        "timeout_s": 6,
-        "memory_mb": 4096,
-        "most_tests": None,
-        "partial": False,
-        "block": "last",
-    },
-    "reward_workers.timeout_s": 300.0,
-}
-"""As in skyrl-gym 0.4: 6 s for each test, all of which have to pass. There programs have the rights of the run; here
-they run in a sandbox."""
+"""Environments of SkyRL-Gym that judge a single reply by its text, and the column of the answer."""
 PLAYED = ("gsm8k_multi_turn", "text2sql", "search", "llm_as_a_judge")
 """Other environments of SkyRL-Gym: they are played by their own code (`whet.envs.skyrl_gym`)."""
 
 
-def environment(v: Values) -> Native:
-    """What judges, or plays and judges: a reward for replies of one turn, a function of yours in place of one, an
-    environment of SkyRL-Gym, or a class of yours in its shape (with max_turns above 1)."""
-    if is_trial(v):
-        return {"rewards.made_up.function": "whet.rewards.made_up:coin"}
+def names(v: Values) -> str:
+    """The environments of SkyRL-Gym that there are here."""
+    return ", ".join((*ANSWERS, *PLAYED))
+
+
+def is_yours(v: Values) -> bool:
+    """Whether a function or a class of yours judges or plays."""
     name = v["environment.env_class"]
-    if name in VERIFIERS:  # over after one reply, whatever max_turns says
-        more = OF_PROGRAMS if name == "lcb" else {}
-        return {f"rewards.{name}.function": VERIFIERS[name][0], **more, **_overlong(v, name)}
-    if plays(v):
-        return _played(v, name)
-    if _is_mine(name):
-        return {"rewards.score.function": name, **_overlong(v, "score")}
-    raise NotSupportedYet(
-        f"environment.env_class={shown(name)}: a name that your own code registers, which is not read. By name: "
-        f"{', '.join((*VERIFIERS, *PLAYED))}. Of yours: environment.env_class=path/to/file.py:name of a reward "
-        "function, or with generator.max_turns above 1 of a class"
-    )
-
-
-def _is_mine(name: Json) -> bool:
     return isinstance(name, str) and ":" in name
 
 
 def plays(v: Values) -> bool:
     """Whether an environment of SkyRL-Gym's shape plays: one that is played by its own code, or a class of yours."""
     name = v["environment.env_class"]
-    return not is_trial(v) and (name in PLAYED or (_is_mine(name) and several_turns(v)))
+    return not is_trial(v) and (name in PLAYED or (is_yours(v) and several_turns(v)))
 
 
-def _played(v: Values, name: str) -> Native:
-    """An environment of SkyRL-Gym's shape. max_generate_length is for each turn, and a turn whose input is longer than
-    max_input_length is not sampled."""
+def arguments(v: Values) -> dict[str, Json]:
+    """Of an environment of SkyRL-Gym's shape."""
+    name = v["environment.env_class"]
     own = (v["environment.skyrl_gym.*"] or {}).get(name) or {}
-    return {
-        "rollout.env.make": "whet.envs.skyrl_gym:make",
-        "rollout.env.arguments": {"env": name, "max_turns": v["generator.max_turns"], **own},
-        "rollout.env.max_turns": v["generator.max_turns"],
-        "rollout.env.max_tokens_per": "turn",
-        "rollout.env.input_tokens": input_length(v),
-        "rollout.env.observation_tokens": input_length(v),
-        "rollout.env.history": _history(v),
-    }
+    return {"env": name, "max_turns": v["generator.max_turns"], **own}
 
 
-def _history(v: Values) -> str:
+def history(v: Values) -> str:
     """Whether turns are messages, and whether what was thought earlier stays in them."""
     if not v["generator.use_conversation_multi_turn"]:
         return "inline"
@@ -149,28 +109,12 @@ def _history(v: Values) -> str:
     return "template" if v["generator.step_wise_trajectories"] or drops_thoughts else "append"
 
 
-def _overlong(v: Values, judge: str) -> Native:
-    """The soft penalty of long replies of SkyRL's DAPO example; evaluations are judged without it."""
-    at, most = f"{A}.overlong_buffer", v[f"{TRAIN}.max_generate_length"]
-    buffer = v[f"{at}_len"]
-    if buffer is None:
-        return NOTHING
-    if buffer > most:
-        raise ConfigError(f"{at}_len={buffer} must be at most {TRAIN}.max_generate_length={most}")
-    return {
-        "rewards.overlong.function": "overlong",
-        "rewards.overlong.weight": v[f"{at}_penalty_factor"],
-        "rewards.overlong.arguments": {"max_tokens": most, "buffer": buffer},
-        "eval.reward": judge,
-    }
-
-
 def _columns(v: Values, source: str) -> Native:
     """The column of the answer, which depends on the environment; a function of yours is given all columns. A row that
     names another environment is not for this one: SkyRL would play that."""
     name = v["environment.env_class"]
-    answer = {} if name not in VERIFIERS else {f"{source}.answer": VERIFIERS[name][1]}
-    return answer | ({f"{source}.expect": {"env_class": name}} if name in (*VERIFIERS, *PLAYED) else {})
+    answer = {f"{source}.answer": ANSWERS[name]} if name in ANSWERS else {}
+    return answer | ({f"{source}.expect": {"env_class": name}} if name in (*ANSWERS, *PLAYED) else {})
 
 
 def _files(v: Values, key: str) -> list[str]:

@@ -6,28 +6,8 @@ from collections.abc import Sequence
 
 from whet.config.faults import shown
 from whet.dialects.row import NotSupportedYet
-from whet.dialects.trinity.values import Native, Own, arguments, given, known_as, selector
+from whet.dialects.trinity.values import Native, Own, arguments, functions, given, known_as, selector
 from whet.types import ConfigError, Json
-
-ORDERS = {
-    "sequential": "sequential",
-    "shuffle": "shuffle",
-    "random": "random",
-    "offline_easy2hard": "hard_first",
-    "difficulty_based": "adaptive",
-}
-"""Trinity's easy2hard puts the largest features first: there they mean easy, here hard."""
-
-BY_DIFFICULTY = {
-    "target_reward": ("target", 1.0),
-    "tau": ("temperature", 1.0),
-    "do_sample": ("thompson", False),
-    "lamb": ("decay", 0.2),
-    "m": ("evidence", 16),
-    "rho": ("prior_weight", 0.2),
-    "adaptive_rho": ("prior_adapts", False),
-}
-"""kwargs of difficulty_based: the setting of `adaptive`, and Trinity's default."""
 
 
 def _by_difficulty(own: Own, at: str) -> Native:
@@ -38,12 +18,9 @@ def _by_difficulty(own: Own, at: str) -> Native:
             f"{at}.feature_keys: got {shown(features)}, expected two columns: the success rates of a weaker and of a "
             "stronger model"
         )
-    kwargs = arguments(
-        {f"{at}.kwargs.*": own["kwargs.*"]},
-        f"{at}.kwargs",
-        {key: own for key, (_, own) in BY_DIFFICULTY.items()},
-    )
-    told = {f"data.order.{here}": kwargs[key] for key, (here, _) in BY_DIFFICULTY.items()}
+    bots = functions("selector")["difficulty_based"]
+    kwargs = arguments({f"{at}.kwargs.*": own["kwargs.*"]}, f"{at}.kwargs", bots.defaults)
+    told = {f"data.order.{here}": kwargs[key] for key, here in bots.natives.items()}
     return {"data.order": "adaptive", **told, "data.order.columns": features, "data.seed": own["seed"]}
 
 
@@ -78,7 +55,7 @@ def _shared(order: Native) -> Native:
 def order_of_tasks(own: Own, at: str, tasks: Json = 1, *, source: str = "data.train.0") -> Native:
     """A selector: the order of the rows. tasks: of a step, which random draws without repetition."""
     kind, features = str(given(own["selector_type"]) or "sequential"), own["feature_keys"] or []
-    known_as(kind, ORDERS, key=f"{at}.selector_type")
+    known_as(kind, functions("selector"), key=f"{at}.selector_type")
     if kind == "difficulty_based":
         return _by_difficulty(own, at)
     if kwargs := own.get("kwargs.*"):
@@ -90,11 +67,15 @@ def order_of_tasks(own: Own, at: str, tasks: Json = 1, *, source: str = "data.tr
             raise ConfigError(f"{at}.feature_keys: has no effect with selector_type: {kind}; leave it out.")
         if kind == "random":
             return {"data.order": "random", "data.order.distinct": tasks, "data.seed": own["seed"]}
-        return {"data.order": ORDERS[kind], "data.seed": own["seed"]}
+        return {"data.order": functions("selector")[kind].native, "data.seed": own["seed"]}
     if not isinstance(features, list) or not features:
         raise ConfigError(
             f"{at}.feature_keys: got {shown(features)}, expected columns of numbers: tasks are sorted by the first, "
             "and where that is equal by the next"
         )
     columns = features[0] if len(features) == 1 else features
-    return {"data.order": ORDERS[kind], "data.seed": own["seed"], f"{source}.difficulty": columns}
+    return {
+        "data.order": functions("selector")[kind].native,
+        "data.seed": own["seed"],
+        f"{source}.difficulty": columns,
+    }

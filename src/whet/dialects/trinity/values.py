@@ -216,7 +216,7 @@ class TrinityFunction:
 
 @functools.cache
 def functions(kind: str) -> dict[str, TrinityFunction]:
-    """The functions of a kind (advantage, loss, strategy, workflow), in the order of functions.tsv."""
+    """The functions of a kind (advantage, loss, strategy, selector, workflow), in the order of functions.tsv."""
     out: dict[str, TrinityFunction] = {}
     for line in lines(__package__, "functions.tsv"):
         name, argument = line["name"], line["argument"]
