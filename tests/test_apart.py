@@ -28,7 +28,7 @@ from whet import checkpoint, disaggregated
 from whet.api import Stop, run_training
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.stores import Scored, Store, open_store
-from whet.config.checks_sync import content_of, has_adapters
+from whet.config.derived import content_of, has_adapters
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, EarlyStoppingConfig

@@ -20,8 +20,7 @@ from test_native import ask, at_step, engine, group, prompts, run, trained_logpr
 from test_native_graphs import Again
 from test_plan import BASE, made, refused
 from tiny import FEW, SPARSE, tiny_model
-from whet.config.checks_sync import content_of
-from whet.config.derived import quantised_size
+from whet.config.derived import content_of, quantised_size
 from whet.config.load import load
 from whet.config.memory_estimate import places
 from whet.config.schema import LoraConfig, ModelConfig

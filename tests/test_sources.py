@@ -22,7 +22,7 @@ from whet.config.sources import rewards_by_source, verifiers
 from whet.data.rows import read_rows
 from whet.data.tasks import TaskStream, demonstration, eval_tasks
 from whet.data.tokenizer import load_tokenizer
-from whet.dialects.splits import rows_of_split
+from whet.dialects.typed import rows_of_split
 from whet.rewards.combine import RewardSet, score
 from whet.types import ConfigError, DataError, Group, Message, Rollout, Task
 

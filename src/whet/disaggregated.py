@@ -24,7 +24,7 @@ from whet import checkpoint
 from whet.buffer.buffer import Buffer
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.stores import Store, open_store
-from whet.config.checks_sync import content_of
+from whet.config.derived import content_of
 from whet.config.resuming import other_code
 from whet.context import Context
 from whet.early_stopping import early_stopping_of

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from whet.checkpoint import TOKENIZER, Keep, Saver
 from whet.config.checks import check_stop_texts, check_stop_tokens
 from whet.config.checks_parallel import world
-from whet.config.checks_sync import has_adapters
+from whet.config.derived import has_adapters
 from whet.config.engines import ENGINES
 from whet.config.learns import is_stack
 from whet.config.load import Loaded

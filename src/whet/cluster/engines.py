@@ -37,7 +37,7 @@ from whet.cluster.nodes import (
     place,
 )
 from whet.cluster.staging import RayStaging
-from whet.config.checks_sync import content_of
+from whet.config.derived import content_of
 from whet.config.plan import Plan
 from whet.config.schema import Config, LoraConfig
 from whet.config.sections.rollout import Quantization

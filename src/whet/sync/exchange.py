@@ -19,7 +19,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from whet.config.checks_sync import content_of
+from whet.config.derived import content_of
 from whet.config.schema import Config
 from whet.models.lora import adapted, refresh
 from whet.models.published import Send, Weight, weights_of

@@ -9,7 +9,7 @@ from whet.config.urls import is_remote
 from whet.dialects.cosmos.steps import together_up
 from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, since, texts, weights
 from whet.dialects.row import NotSupportedYet, Values
-from whet.dialects.splits import rows_of_split
+from whet.dialects.typed import rows_of_split
 from whet.types import ConfigError, Json
 
 FILES = (".parquet", ".jsonl", ".json", ".csv")

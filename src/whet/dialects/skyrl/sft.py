@@ -11,9 +11,8 @@ from whet.config.sections.data import RANDOM_TOKENS
 from whet.dialects.row import Native, NotSupportedYet, Values
 from whet.dialects.rules import function
 from whet.dialects.skyrl import devices
-from whet.dialects.splits import rows_of_split
 from whet.dialects.tables import table
-from whet.dialects.typed import choose
+from whet.dialects.typed import choose, rows_of_split
 from whet.dialects.versions import VERSION
 from whet.types import ConfigError, Json
 
