@@ -17,8 +17,7 @@ import torch
 import whet
 import whet.models.exports
 from tiny import RUN
-from whet.api import only_rewards
-from whet.arguments import WHOLE, expect
+from whet.arguments import WHOLE, expect, only_rewards
 from whet.config.load import load
 from whet.track.files import RunLock
 from whet.training.torch import TorchEngine

@@ -131,6 +131,7 @@ RUNS_CODE = {
 }
 """Functions that may run what a file or a message holds."""
 MAY_RUN_CODE = {
+    "whet.__main__": {"exec"},
     "whet.guard.program": {"compile", "exec"},
     "whet.cluster.explorer": {"pickle.loads"},
     "whet.cluster.explorers": {"pickle.loads"},
@@ -140,7 +141,7 @@ MAY_RUN_CODE = {
     "whet.training.rank": {"pickle.loads"},
     "whet.training.ranks": {"pickle.loads"},
 }
-"""A program of a reply, in its sandbox; messages between processes that the run has started."""
+"""An empty text; a program of a reply, in its sandbox; messages between processes that the run has started."""
 
 MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_FUNCTION = 90

@@ -16,9 +16,9 @@ def main() -> None:
     except KeyboardInterrupt:  # before or after what looks after it itself
         sys.exit(130)
     finally:
-        exec(
-            ""
-        )  # Python remembers an exec of a text that was interrupted, and would end by SIGINT in place of 130
+        # Python remembers that a text it executed (a dataclass is one) was interrupted, and would end by SIGINT in
+        # place of 130. The next text that is executed clears this.
+        exec("")
 
 
 def _main() -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from whet import checkpoint, environment
-from whet.arguments import FILE, FLAG, ArgumentKind, expect
+from whet.arguments import (
+    FILE,
+    FLAG,
+    ArgumentKind,
+    RewardFunction,
+    Rewards,
+    expect,
+    named_functions,
+    only_rewards,
+)
 from whet.config.checks_run import TIME
 from whet.config.code import digests
 from whet.config.deadlines import silence
@@ -72,10 +81,6 @@ CALLBACK = ArgumentKind(
 
 Calls = tuple[Callback | None, Callback | None]
 """on_step and on_eval."""
-
-RewardFunction = Callable[..., Any]
-Rewards = Mapping[str, RewardFunction | Mapping[str, Any] | str] | RewardFunction | None
-"""One function, or several by name; or config sections, or what their `function` would name."""
 
 
 @dataclass(frozen=True)
@@ -158,35 +163,6 @@ def train(
     loaded = with_rows(resolve_run_dir(loaded), rows)
     finished = run_training(loaded, functions, change=change, rows=rows, calls=(on_step, on_eval)) == OK
     return Result(Path(loaded.config.run_dir), finished)
-
-
-def named_functions(rewards: Rewards) -> tuple[dict[str, RewardFunction], dict[str, Any] | None]:
-    """The functions among rewards by name, and the section `rewards` of a config; None where none are given."""
-    if callable(rewards):
-        rewards = {"reward": rewards}
-    if rewards is not None and not isinstance(rewards, Mapping):
-        raise ConfigError(
-            f"rewards: got {rewards!r}, expected a function, or a mapping of functions and config sections by "
-            'name: rewards={"mine": my_function, "right": {"function": "exact"}}'
-        )
-    functions = {name: r for name, r in (rewards or {}).items() if callable(r)}
-    if rewards is None:
-        return functions, None
-    return functions, {
-        name: {"function": f"object:{name}"} if callable(r) else r for name, r in rewards.items()
-    }
-
-
-def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
-    """Rewards given from Python replace the file's rewards in every stage, and no others."""
-    here = (path for path, place in loaded.origins.items() if not place.startswith(f"{loaded.file}:"))
-    own = (path[2:] if path[:1] == ("stages",) else path for path in here)
-    kept = {*names, *(path[1] for path in own if path[:1] == ("rewards",) and len(path) > 1)}
-
-    def keep(cfg: Config) -> Config:
-        return cfg.model_copy(update={"rewards": {n: r for n, r in cfg.rewards.items() if n in kept}})
-
-    return replace(loaded, config=keep(loaded.config), stages=tuple(map(keep, loaded.stages)))
 
 
 def run_training(

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet import environment
-from whet.api import (
+from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
+from whet.arguments import (
+    PATH,
+    TEXT,
+    WHOLE,
     RewardFunction,
     Rewards,
-    Stop,
-    join_cluster,
+    expect,
+    expect_overrides,
     named_functions,
     only_rewards,
-    reward_sets,
-    run_loop,
-    watchdog_timeout_s,
 )
-from whet.arguments import PATH, TEXT, WHOLE, expect, expect_overrides
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config

@@ -15,14 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import environment
-from whet.api import (
-    RewardFunction,
-    Stop,
-    join_cluster,
-    reward_sets,
-    run_loop,
-    watchdog_timeout_s,
-)
+from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
+from whet.arguments import RewardFunction
 from whet.checkpoint import Damaged, Saver, all_in, state_of, tokenizer_in
 from whet.config.code import digests
 from whet.config.load import Loaded, learn_secrets
