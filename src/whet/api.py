@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from whet import checkpoint, environment
-from whet.arguments import (
-    FILE,
-    FLAG,
-    ArgumentKind,
-    RewardFunction,
-    Rewards,
-    expect,
-    named_functions,
-    only_rewards,
-)
+from whet.arguments import FILE, FLAG, ArgumentKind, expect
 from whet.config.checks_run import TIME
 from whet.config.code import digests
 from whet.config.deadlines import silence
@@ -43,7 +34,9 @@ from whet.guard.jail import Jail
 from whet.guard.ledger import Ledger
 from whet.guard.watch import Watch
 from whet.judges import judges_of
+from whet.rewards.bind import RewardFunction
 from whet.rewards.combine import RewardSet
+from whet.rewards.given import Rewards, named_functions, only_rewards
 from whet.secrets import guarded_output
 from whet.start import (
     RunStart,

@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet import environment
 from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
-from whet.arguments import (
-    PATH,
-    TEXT,
-    WHOLE,
-    RewardFunction,
-    Rewards,
-    expect,
-    expect_overrides,
-    named_functions,
-    only_rewards,
-)
+from whet.arguments import PATH, TEXT, WHOLE, expect, expect_overrides
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
@@ -36,7 +26,9 @@ from whet.guard.imports import import_all
 from whet.guard.watch import Watch
 from whet.judges import judges_of
 from whet.offline import Judged, check, judge
+from whet.rewards.bind import RewardFunction
 from whet.rewards.combine import RewardSet
+from whet.rewards.given import Rewards, named_functions, only_rewards
 from whet.start import began
 from whet.storage.paths import brought_here, with_rows
 from whet.track.files import RUN_DIR, RunLock

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from whet import environment
 from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
-from whet.arguments import RewardFunction
 from whet.checkpoint import Damaged, Saver, all_in, state_of, tokenizer_in
 from whet.config.code import digests
 from whet.config.load import Loaded, learn_secrets
@@ -28,6 +27,7 @@ from whet.guard.imports import import_all
 from whet.guard.temporary import OwnFolder
 from whet.guard.watch import Watch
 from whet.replay.steps import Recorded, ReplayStart, Step, is_step
+from whet.rewards.bind import RewardFunction
 from whet.rewards.combine import RewardSet
 from whet.secrets import guarded_output
 from whet.start import began, data_files
