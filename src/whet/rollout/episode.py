@@ -284,24 +284,27 @@ async def play_groups(
         pace=pace or Pace(timeout_s),
     )
 
-    begun: list[Episode] = []
+    sampled = 0
 
     def start(task: Task, index: int, *, alone: bool, attempt: int) -> Episode:
         def key_of(fork: Fork) -> int:
             return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
 
-        begun.append(Episode(task, index, by_source.get(task.source, sampling), key_of, alone, attempt))
-        return begun[-1]
+        return Episode(task, index, by_source.get(task.source, sampling), key_of, alone, attempt)
 
     async def one(task: Task, index: int) -> Rollout:
+        nonlocal sampled
         lost, alone, tried = 0, False, 0
         while True:
+            episode = start(task, index, alone=alone, attempt=tried)
             try:
-                rollout = await _finish(start(task, index, alone=alone, attempt=tried), play)
+                rollout = await _finish(episode, play)
             except EnvRestarted as error:  # of another episode, as far as is known: not a try of this one
                 lost += 1
                 alone = alone or error.suspect or lost == MOST_LOST
                 continue
+            finally:
+                sampled += sum(sum(strand.mask) for strand in episode.strands.values())
             tried += 1
             if rollout.error is None or tried > retries:
                 ended(task)
@@ -312,7 +315,6 @@ async def play_groups(
     try:
         rollouts = await asyncio.gather(*(one(task, index) for task in tasks for index in range(group_size)))
     finally:
-        sampled = sum(sum(strand.mask) for each in begun for strand in each.strands.values())
         extra(sampled - sum(r.tokens for r in rollouts))
     return [Group(task, each) for task, each in zip(tasks, zip(*[iter(rollouts)] * group_size))]
 
