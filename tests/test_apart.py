@@ -409,7 +409,7 @@ def replicas(**sync: Any) -> dict[str, Any]:
         ({"mode": "explore", "run_dir": "runs/{time}"}, r"run_dir: \{time\} differs between processes"),
         (
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "order": "newest"}},
-            r"buffer\.order: has no effect: mode=train, rollout\.schedule=deterministic: groups are trained on in",
+            r"buffer\.order: has no effect: rollout\.schedule=deterministic: groups are trained on in",
         ),
         (
             {"mode": "train", "rollout": {}, "buffer": {"url": "files:///q", "replay": {"queue": True}}},

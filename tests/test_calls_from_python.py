@@ -17,8 +17,9 @@ import torch
 import whet
 import whet.models.exports
 from tiny import RUN
-from whet.arguments import WHOLE, expect, only_rewards
+from whet.arguments import WHOLE, expect
 from whet.config.load import load
+from whet.rewards.given import only_rewards
 from whet.track.files import RunLock
 from whet.training.torch import TorchEngine
 from whet.types import ConfigError, Task, WhetError

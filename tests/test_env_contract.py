@@ -253,7 +253,7 @@ async def faults(env):
     return EnvStep(fault="the site is down")
 
 async def leaves_a_process(env):
-    subprocess.Popen(["sleep", "4242"])
+    subprocess.Popen(["sleep", "4242.25"])
     os._exit(5)
 
 async def asks_and_hangs(env):
@@ -631,7 +631,7 @@ def test_an_environment_that_fails_ends_its_own_episode_and_changes_no_other(
     assert (failed.reward, failed.reward_parts, failed.finish_reason) == (None, {}, "abort")
     assert found == {uid: rollout for uid, rollout in clean.items() if uid != 11}
     deadline = time.monotonic() + 60
-    while any(process_named(b"4242")):  # it is killed with its host, and takes its time to die
+    while any(process_named(b"4242.25")):  # it is killed with its host, and takes its time to die
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
