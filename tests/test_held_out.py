@@ -304,7 +304,7 @@ def test_of_a_config_file_its_model_is_evaluated(run: Path, config: Path, tmp_pa
     whet("eval", str(config), place, *none, "-o", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text()) == evaluations(run)[:1]
     with pytest.raises(
-        ConfigError, match=r"train\.steps=0: nothing is trained; .* run `whet eval .*run\.yaml`"
+        ConfigError, match=r"train\.steps: got 0, so nothing is trained; .* run `whet eval .*run\.yaml`"
     ):
         train(config, overrides=[place, *none])
     with pytest.raises(

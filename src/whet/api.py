@@ -21,6 +21,7 @@ from whet.arguments import FILE, FLAG, ArgumentKind, expect
 from whet.config.checks_run import TIME
 from whet.config.code import digests
 from whet.config.deadlines import silence
+from whet.config.faults import of_stage
 from whet.config.load import Loaded, learn_secrets, load
 from whet.config.memory_estimate import check_memory
 from whet.config.plan import Plan, plans
@@ -509,21 +510,22 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
             )
     made: list[tuple[Any, RewardSet]] = []
     out = []
-    for cfg in loaded.stages:
+    for n, cfg in enumerate(loaded.stages):
         wanted = (cfg.rewards, cfg.reward_workers)
         found = next((made_set for key, made_set in made if key == wanted), None)
         if found is None:
-            found = RewardSet.from_config(
-                cfg.rewards,
-                cfg.reward_workers,
-                functions,
-                seed=cfg.seed,
-                imports=cfg.imports,
-                verifiers=verifiers(loaded.stages),
-                device=cfg.machine.device,
-                open_jail=jail_of(loaded.config),
-                open_judge=judges_of(cfg),
-            )
+            with of_stage(loaded.names, n):
+                found = RewardSet.from_config(
+                    cfg.rewards,
+                    cfg.reward_workers,
+                    functions,
+                    seed=cfg.seed,
+                    imports=cfg.imports,
+                    verifiers=verifiers(loaded.stages),
+                    device=cfg.machine.device,
+                    open_jail=jail_of(loaded.config),
+                    open_judge=judges_of(cfg),
+                )
             stack.callback(found.close)
             made.append((wanted, found))
         out.append(replace(found, by_source=rewards_by_source(cfg.data)))

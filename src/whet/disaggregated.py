@@ -25,6 +25,7 @@ from whet.buffer.buffer import Buffer
 from whet.buffer.queue import ExplorerQueue
 from whet.buffer.stores import Store, open_store
 from whet.config.derived import content_of
+from whet.config.faults import of_stage
 from whet.config.resuming import other_code
 from whet.context import Context
 from whet.early_stopping import early_stopping_of
@@ -64,7 +65,8 @@ async def explore_all(job: Job, home: Path) -> None:
     """Explore every stage that samples, for as long as its trainer trains."""
     for index, plan in enumerate(job.plans):
         if plan.algorithm.kind == "online" and not job.records.stop.requested:
-            await explore_stage(job, index, home)
+            with of_stage(job.loaded.names, index):
+                await explore_stage(job, index, home)
 
 
 async def explore_stage(job: Job, index: int, home: Path) -> None:
@@ -369,7 +371,8 @@ class Evaluation:
 
 def open_evaluation(job: Job, index: int) -> Evaluation:
     """Of one stage."""
-    begun, held_out = begin_evaluation(job, index)
+    with of_stage(job.loaded.names, index):
+        begun, held_out = begin_evaluation(job, index)
     cfg = begun.cfg
     train = cfg.train.model_copy(update={"early_stopping": None})  # it is for the trainer's own evaluations
     context = replace(begun, cfg=cfg.model_copy(update={"train": train}))

@@ -162,7 +162,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None, other
     import torch
 
     from whet.checkpoint import tokenizer_in
-    from whet.data.tasks import texts
+    from whet.data.tasks import all_texts
     from whet.data.tokenizer import load_tokenizer
     from whet.models import kernels
     from whet.models.exports import write_export
@@ -172,9 +172,8 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None, other
     from whet.training.torch import TorchEngine
 
     cfg = loaded.config
-    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
     tokenizer = load_tokenizer(
-        cfg.tokenizer, model_path=cfg.model.path, texts=texts(sources), built=tokenizer_in(path)
+        cfg.tokenizer, model_path=cfg.model.path, texts=all_texts(loaded), built=tokenizer_in(path)
     )
     model = build(
         cfg.model,

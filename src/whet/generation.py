@@ -26,6 +26,7 @@ from whet.arguments import FILE, FLAG, FUNCTION, PATH, TEXT, WHOLE, expect, expe
 from whet.bench import ALL, Selected, alone, check_dialect, checkpoints_of, config_of, is_model, set_up
 from whet.config.engines import engines_of
 from whet.config.evaluation import all_asked, asked, writes_replies
+from whet.config.faults import of_stage
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
@@ -193,6 +194,7 @@ def _written(
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
     timeline = Timeline(home / "timeline.json")
     models = open_models(loaded, planned, display=display, timeline=timeline, watch=watch, **openers)
+    stack.enter_context(of_stage(loaded.names, index))
     counts: Counter[str] = Counter()
     sources = prepare(
         cfg.data.eval,

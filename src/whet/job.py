@@ -17,6 +17,7 @@ from whet.config.checks import check_stop_texts, check_stop_tokens
 from whet.config.checks_parallel import world
 from whet.config.derived import has_adapters
 from whet.config.engines import ENGINES
+from whet.config.faults import of_stage
 from whet.config.learns import is_stack
 from whet.config.load import Loaded
 from whet.config.memory_estimate import reused_tokens
@@ -25,7 +26,7 @@ from whet.config.resuming import RESUME
 from whet.config.schema import Config, LoraConfig, ModelConfig
 from whet.context import StopFlag
 from whet.data.chat import control_tokens
-from whet.data.tasks import texts
+from whet.data.tasks import all_texts
 from whet.data.timed import decoded
 from whet.data.tokenizer import load_tokenizer, write_built
 from whet.envs.opened import Environments
@@ -200,11 +201,10 @@ def open_models(
     # or every new tensor would be written once more
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     display.phase("read data")
-    sources = [s for c in loaded.stages for s in (*c.data.train, *c.data.demonstrations, *c.data.eval)]
     tokenizer = load_tokenizer(
         cfg.tokenizer,
         model_path=cfg.model.path,
-        texts=texts(sources),
+        texts=all_texts(loaded),
         built=loaded.tokenizer,
         day=loaded.day,
     )
@@ -227,8 +227,8 @@ def open_models(
     policy = place.made("policy", make)
     model = policy.model
     rows = model.get_output_embeddings().out_features
-    check_stop_tokens(loaded.stages, rows)
-    check_stop_texts(loaded.stages, control_tokens(tokenizer))
+    check_stop_tokens(loaded.names, loaded.stages, rows)
+    check_stop_texts(loaded.names, loaded.stages, control_tokens(tokenizer))
     if rows > len(tokenizer):
         log.info(NO_TEXT.format(tokens=len(tokenizer), rows=rows))
     ops = kernels.load(cfg.machine.kernels)
@@ -247,8 +247,9 @@ def open_models(
             watch=watch,
             timeline=timeline,
         )
-        for stage in loaded.stages:
-            check_engine(engine.can, stage)
+        for n, stage in enumerate(loaded.stages):
+            with of_stage(loaded.names, n):
+                check_engine(engine.can, stage)
         exact = exact and (not isinstance(engine, Router) or engine.exact)
         display.exactness("exact" if exact else "close")
     return Models(

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algos.recipes import build as build_algorithm
 from whet.config.evaluation import evaluates
+from whet.config.faults import of_stage
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.memory_estimate import out_of_memory, reused_tokens
 from whet.config.plan import Plan, tasks_of
@@ -82,7 +83,8 @@ async def run_all(job: Job, start: Path | None, state: Json, *, ahead: bool = Tr
 async def run_stage(job: Job, index: int, before: StageEnd, *, start: Path | None, state: Json) -> StageEnd:
     """One stage, from its beginning or from a checkpoint; its models and optimizers end with it."""
     try:
-        return await _run_stage(job, index, before, start=start, state=state)
+        with of_stage(job.loaded.names, index):
+            return await _run_stage(job, index, before, start=start, state=state)
     except (RuntimeError, MemoryError, WhetError) as error:
         if not ran_out(error):
             raise
@@ -257,11 +259,12 @@ async def check(job: Job, begun: Begun) -> None:
 
 async def check_ahead(job: Job, index: int) -> None:
     """`check` a stage before its turn: its data is read, and nothing of it kept."""
-    begun = begin(job, index)
-    open_demonstrations(
-        begun.context.cfg, job.models.tokenizer, ends=job.models.ends, held_out=begun.held_out
-    )
-    await check(job, begun)
+    with of_stage(job.loaded.names, index):
+        begun = begin(job, index)
+        open_demonstrations(
+            begun.context.cfg, job.models.tokenizer, ends=job.models.ends, held_out=begun.held_out
+        )
+        await check(job, begun)
 
 
 def open_stage(job: Job, begun: Begun, before: StageEnd, stack: ExitStack) -> tuple[Stage, Profiler]:

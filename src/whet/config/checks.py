@@ -25,6 +25,7 @@ from whet.config.evaluation import (
     observation_tokens,
     writes_replies,
 )
+from whet.config.faults import by_stage
 from whet.config.functions import ORDERS, PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
@@ -136,12 +137,16 @@ def _model(cfg: Config) -> Iterator[Problem]:
         )
 
 
-def check_stop_tokens(stages: Sequence[Config], vocab_size: int) -> None:
+def check_stop_tokens(names: Sequence[str], stages: Sequence[Config], vocab_size: int) -> None:
     """ConfigError for end tokens that this model cannot sample. The plan knows only the maximum size of a tokenizer
     that is built from the data, so this check runs again with the real size."""
-    found = dict.fromkeys(problem for cfg in stages for problem in stop_tokens(cfg, vocab_size))
-    if found:
-        raise ConfigError("; ".join(f"{key}: {why}" for key, why in found))
+    _refuse(names, [list(stop_tokens(cfg, vocab_size)) for cfg in stages])
+
+
+def _refuse(names: Sequence[str], found: Sequence[Sequence[Problem]]) -> None:
+    """ConfigError with the problems of each stage, if there are any."""
+    if said := [text for _, text in by_stage(names, found)]:
+        raise ConfigError("; ".join(said))
 
 
 def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
@@ -156,20 +161,22 @@ def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
             )
 
 
-def check_stop_texts(stages: Sequence[Config], control: Mapping[str, int]) -> None:
+def check_stop_texts(names: Sequence[str], stages: Sequence[Config], control: Mapping[str, int]) -> None:
     """ConfigError for stop strings with a control token, which the text of a reply never has. control: the ids of
     control tokens, by their text."""
-    found = dict.fromkeys(
-        f"{key}.sampling.stop: {text!r} has the control token {token!r}, and the text of a reply, in which stop "
-        f"strings are looked for, has none: use {key}.sampling.stop_token_ids=[{number}]"
-        for cfg in stages
-        for key, sampling in all_sampling(cfg).items()
-        for text in sampling.stop
-        for token, number in control.items()
-        if len(token) > 1 and token in text  # a single character is in the text of other tokens, too
-    )
-    if found:
-        raise ConfigError("; ".join(found))
+    _refuse(names, [list(_stop_texts(cfg, control)) for cfg in stages])
+
+
+def _stop_texts(cfg: Config, control: Mapping[str, int]) -> Iterator[Problem]:
+    for key, sampling in all_sampling(cfg).items():
+        for text in sampling.stop:
+            for token, number in control.items():
+                if len(token) > 1 and token in text:  # a single character is in the text of other tokens, too
+                    yield (
+                        f"{key}.sampling.stop",
+                        f"{text!r} has the control token {token!r}, and the text of a reply, in which stop strings are "
+                        f"looked for, has none: use {key}.sampling.stop_token_ids=[{number}]",
+                    )
 
 
 def _batch(cfg: Config, algorithm: Resolved | None) -> Iterator[Problem]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,7 +19,7 @@ from whet.config.sections.base import Section
 from whet.config.tree import get, stage_names
 from whet.secrets import redact
 from whet.tables import near
-from whet.types import ConfigError, Json
+from whet.types import ConfigError, DataError, Json
 
 MOST_TOLD = 100
 """Maximum number of problems of one config that are listed: suggestions for many keys take long."""
@@ -189,12 +190,42 @@ def _excerpt(text: str, begin: int) -> str:
 def named(path: Path, tree: Json) -> str:
     """The key in readable form: `data.train[0].path`, `stages[1] ('rl').train.steps`."""
     if len(path) > 1 and path[0] == "stages" and isinstance(path[1], int) and isinstance(tree, dict):
-        names = stage_names(tree)
-        label = f"stages[{path[1]}]" + (
-            f" ('{names[path[1]]}')" if names[path[1] : path[1] + 1] != [""] else ""
-        )
+        label = _stage(stage_names(tree), path[1])
         return label + ("." + dotted(path[2:]) if len(path) > 2 else "")
     return dotted(path)
+
+
+def _stage(names: Sequence[str], number: int) -> str:
+    """A stage in readable form: `stages[1] ('rl')`; without a name `stages[1]`."""
+    return f"stages[{number}]" + (f" ('{names[number]}')" if names[number] else "")
+
+
+def by_stage(names: Sequence[str], found: Sequence[Sequence[tuple[str, str]]]) -> Iterator[tuple[str, str]]:
+    """(key, text with the key in it): what all stages have in common once, the rest by stage.
+
+    names: of the stages. found: (key, what is wrong with it) in each of them."""
+    for n, problems in enumerate(found):
+        for problem in problems:
+            key, text = problem
+            if all(problem in others for others in found):
+                if n == 0:
+                    yield key, f"{key}: {text}"
+            else:
+                yield f"stages[{n}].{key}", f"{_stage(names, n)}.{key}: {text}"
+
+
+@contextmanager
+def of_stage(names: Sequence[str], number: int) -> Iterator[None]:
+    """A ConfigError or DataError from within begins with the stage, `stages[1] ('rl'): ...`, where it is one of several
+    and the message does not name it already. names: of all stages."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        told, name = str(error), names[number]
+        named_already = (f"stages[{number}]", f"stages.{name}.", f"stage {name!r}")
+        if len(names) > 1 and not any(form in told for form in named_already):
+            error.args = (f"{_stage(names, number)}: {told}",)
+        raise
 
 
 def listing(problems: Iterable[tuple[str, str]], what: str) -> str:

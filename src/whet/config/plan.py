@@ -29,7 +29,7 @@ from whet.config.evaluation import (
     total_tokens,
     writes_replies,
 )
-from whet.config.faults import Refused, named
+from whet.config.faults import Refused, by_stage, named, of_stage
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.hardware import cuda_bytes
 from whet.config.judges import cache_bytes, is_judge
@@ -102,22 +102,19 @@ def plans(
         text = f"track.dump.replies: only `whet generate` writes replies{given}: run `whet generate {what}`"
         refuse([("track.dump.replies", text)])
     if trains and any(cfg.train.steps == 0 for cfg in stages):
-        refuse(
-            [
-                (
-                    "train.steps",
-                    f"train.steps=0: nothing is trained; to evaluate the model, run `whet eval {what}`",
-                )
-            ]
-        )
+        text = f"got 0, so nothing is trained; to evaluate the model, run `whet eval {what}`"
+        refuse(by_stage(names, [[("train.steps", text)] if cfg.train.steps == 0 else [] for cfg in stages]))
     refuse(_problems(config, stages, here=here and not rehearsal))
     learns_something = any(cfg.train.engine != "simulated" for cfg in stages)
     if trains and learns_something and (why := never_trains(config.rollout.engine)):
         refuse([("rollout.engine", f"rollout.engine: {why}")])
-    derived = [_derive(cfg, rows=(rows or {}).get(name), name=name) for name, cfg in zip(names, stages)]
+    derived = []
+    for n, (name, cfg) in enumerate(zip(names, stages)):
+        with of_stage(names, n):
+            derived.append(_derive(cfg, rows=(rows or {}).get(name), name=name))
     elsewhere = config.mode in ("both", "train") and all(p.policy_on_ranks for p in derived)
     derived = [replace(p, models_elsewhere=elsewhere) for p in derived]
-    refuse(_told(config, [list(_misfits(p, rehearsal=rehearsal)) for p in derived]))
+    refuse(by_stage(names, [list(_misfits(p, rehearsal=rehearsal)) for p in derived]))
     return tuple(derived)
 
 
@@ -139,8 +136,8 @@ def _refuse(problems: Sequence[tuple[str, str]], what: str) -> None:
 def _problems(config: Config, stages: Sequence[Config], *, here: bool) -> Iterator[Problem]:
     """What cannot work in each stage, what stages cannot differ in, and what has no effect."""
     missing = [list(not_installed(cfg)) if here else [] for cfg in stages]
-    yield from _told(config, [[*hard_problems(cfg), *gone] for cfg, gone in zip(stages, missing)])
     names = [stage.name for stage in config.stages]
+    yield from by_stage(names, [[*hard_problems(cfg), *gone] for cfg, gone in zip(stages, missing)])
     for n, name in enumerate(names):
         key = f"stages[{n}].name"
         if name in names[:n]:
@@ -158,18 +155,6 @@ def _problems(config: Config, stages: Sequence[Config], *, here: bool) -> Iterat
     tree = config.model_dump(mode="json", exclude_unset=True)
     for path, text in unused(tree, stages):
         yield dotted(path), f"{named(path, tree)}: {text}"
-
-
-def _told(config: Config, found: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
-    """(key, text with the key in it): what all stages have in common once, the rest by stage."""
-    for n, problems in enumerate(found):
-        for problem in problems:
-            key, text = problem
-            if all(problem in others for others in found):
-                if n == 0:
-                    yield key, f"{key}: {text}"
-            else:
-                yield f"stages[{n}].{key}", f"stages[{n}] ('{config.stages[n].name}').{key}: {text}"
 
 
 def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:

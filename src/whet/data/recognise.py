@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from whet.config.faults import of_stage
 from whet.config.load import Loaded
 from whet.config.recipes import kind_of
 from whet.config.schema import Config, SourceConfig
@@ -58,8 +59,11 @@ def with_columns(
         changed = {part: sources for part, sources in read.items() if sources != given[part]}
         return cfg.model_copy(update={"data": cfg.data.model_copy(update=changed)}) if changed else cfg
 
-    stages = tuple(map(every, loaded.stages))
-    return replace(loaded, stages=stages), [said for _, said in known.values() if said]
+    stages = []
+    for n, cfg in enumerate(loaded.stages):
+        with of_stage(loaded.names, n):
+            stages.append(every(cfg))
+    return replace(loaded, stages=tuple(stages)), [said for _, said in known.values() if said]
 
 
 def names_columns(source: SourceConfig) -> bool:

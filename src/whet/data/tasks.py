@@ -19,6 +19,8 @@ import numpy as np
 
 from whet import seeds
 from whet.config.chosen import Chosen
+from whet.config.faults import of_stage
+from whet.config.load import Loaded
 from whet.config.schema import DataConfig, SourceConfig
 from whet.config.sources import order_of
 from whet.data.chat import encode_history, encode_reply, encode_whole, reply_text, with_kwargs
@@ -385,6 +387,13 @@ def texts(sources: Sequence[SourceConfig]) -> Iterator[str]:
                 yield from [f.prompt] if isinstance(f.prompt, str) else [m.said for m in f.prompt]
                 yield from (t for t in (f.answer, f.response, f.rejected) if isinstance(t, str))
                 yield from (t.said for t in (f.response, f.rejected) if isinstance(t, Message))
+
+
+def all_texts(loaded: Loaded) -> Iterator[str]:
+    """The same of all sources of all stages."""
+    for n, cfg in enumerate(loaded.stages):
+        with of_stage(loaded.names, n):
+            yield from texts((*cfg.data.train, *cfg.data.demonstrations, *cfg.data.eval))
 
 
 # ---------------------------------------------------------------- replies to learn from
