@@ -135,3 +135,5 @@ def test_costs_of_a_run_and_the_command(tmp_path: Path) -> None:
     assert "of bound" in said.output
     with pytest.raises(DataError, match="no step of stage 'other' has both"):
         measured(result.run_dir, "other", slots=8)
+    with pytest.raises(DataError, match=r"nothere is not a run directory: .*; no such folder"):
+        measured(tmp_path / "nothere", "main", slots=8)

@@ -12,6 +12,7 @@ from rich.table import Table
 from whet.config.plan import Plan
 from whet.config.schema import RolloutConfig
 from whet.simulate import Costs, Simulated, SimulatedSchedule, bound_s, simulate, ways
+from whet.track.overview import check_is_run
 from whet.track.written import list_steps, read_config, read_lines, read_rollouts
 from whet.types import DataError
 
@@ -25,6 +26,7 @@ def measured(run_dir: Path, stage: str, *, slots: int) -> Costs:
     A rollout's seconds are its tokens times the seconds of one decode step: for each step, the seconds of generating
     divided by the tokens of its longest rollout. Slots: rollouts that are decoded at once.
     """
+    check_is_run(run_dir)
     if read_config(run_dir).get("rollout", {}).get("schedule") == "async":
         raise DataError(
             f"{run_dir}: it was run with rollout.schedule=async, so the seconds of a step's rollouts are not known; "

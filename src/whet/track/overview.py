@@ -77,7 +77,7 @@ class RunRecord:
 
 def read(run_dir: Path) -> RunRecord:
     """Raises DataError if this is not a run directory, or a file in it was not written by a run."""
-    _check(run_dir)
+    check_is_run(run_dir)
     manifest = read_manifest(run_dir)
     return RunRecord(
         path=run_dir,
@@ -89,7 +89,8 @@ def read(run_dir: Path) -> RunRecord:
     )
 
 
-def _check(run_dir: Path) -> None:
+def check_is_run(run_dir: Path) -> None:
+    """DataError for a folder that is no run directory, or is not there."""
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "run.log")):
         raise DataError(f"{run_dir} is not a run directory: it has no metrics.jsonl{_runs_in(run_dir)}")
 
@@ -262,7 +263,7 @@ def _go_on(run: RunRecord, overrides: Sequence[str]) -> str:
 def rollout_file(run_dir: Path, step: int, stage: str | None = None, *, folder: str = "rollouts") -> Path:
     """The file of a step's rollouts, or of its evaluation (folder="eval"); of the last stage that has one, if none is
     given. Raises DataError naming the steps there are."""
-    _check(run_dir)
+    check_is_run(run_dir)
     files = list_steps(run_dir / folder)
     stages = read(run_dir).stages if stage is None else [stage]
     hits = [path for name in reversed(stages) for at, number, path in files if (at, number) == (name, step)]
