@@ -68,7 +68,7 @@ def test_a_longer_run(base: Path, tmp_path: Path) -> None:
     found, said, code = diff(base, longer)
     assert (found.equal, code) == (True, 0)
     assert found.longer == {str(longer): 1}
-    assert f"up to main step 3; 1 lines are only in {longer}" in said
+    assert f"up to main step 3; lines that are only in {longer}: 1" in said
 
 
 def test_rollouts_that_one_record_lacks_are_not_called_equal(base: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_rollouts_that_one_record_lacks_are_not_called_equal(base: Path, tmp_pat
     (less / "rollouts" / "main-step-000002.parquet").unlink()
     found, said, code = diff(base, less)
     assert (found.equal, found.uncompared, code) == (True, 1, 0)
-    assert "step 3; rollouts of 1 lines are only in one record and were not compared" in said
+    assert "step 3; lines whose rollouts only one record has, not compared: 1" in said
 
 
 def test_numbers_that_only_one_run_has_hide_no_difference(base: Path, tmp_path: Path) -> None:

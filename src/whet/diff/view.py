@@ -83,11 +83,9 @@ def _metrics(found: Sequence[ValueDifference]) -> Table:
 
 
 def _verdict(found: RunDiff) -> Text:
-    longer = "".join(f"; {count} lines are only in {path}" for path, count in found.longer.items())
+    longer = "".join(f"; lines that are only in {path}: {count}" for path, count in found.longer.items())
     if found.uncompared:
-        longer = (
-            f"; rollouts of {found.uncompared} lines are only in one record and were not compared{longer}"
-        )
+        longer = f"; lines whose rollouts only one record has, not compared: {found.uncompared}{longer}"
     upto = "" if found.equal_to is None else f"{found.equal_to[0]} step {found.equal_to[1]}"
     if found.equal:
         return Text(f"equal in every bit up to {upto}{longer}", "bold green")
