@@ -133,7 +133,8 @@ def train(
     on_step, on_eval: called in this process with the row of numbers of every step, of every evaluation: a dict with
     `stage`, `step` and the names of metrics.jsonl. If one returns True, the run stops after this step, as with Ctrl-C;
     an exception ends the run and is raised here.
-    Raises ConfigError before anything is run, WhetError if the run cannot continue.
+    Raises ConfigError before anything is run, also while another run, evaluation, generation or replay is in progress
+    in this process; WhetError if the run cannot continue.
     """
     if isinstance(config, Mapping):
         raise ConfigError(
