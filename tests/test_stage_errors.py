@@ -47,6 +47,7 @@ def refusal(run_dir: Path, sections: dict[str, Any]) -> str:
             {"rollout": {"sampling": {"stop": ["<eos>"]}}},
             "rollout.sampling.stop: '<eos>' has the control token",
         ),
+        ({"rewards": {"own": {"model": {"path": "nowhere"}}}}, "rewards.own.model: path=nowhere: no folder"),
         ({"train": NO_STEP}, "train.drop_last=end: "),
         ({"train": {"trainable": {"nothing": False}}}, "train.trainable: 'nothing' occurs in no name"),
         ({"rollout": OTHER_SOURCE}, "rollout.sources.other: no row of data.train has this source"),

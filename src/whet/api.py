@@ -323,8 +323,7 @@ def _run(
     )
     loaded = replace(loaded, day=began(home, start.checkpoint), tokenizer=tokenizer)
     openers = join_cluster(loaded, planned, rewards, stack)
-    for made in rewards:
-        made.load_models(loaded.day)
+    load_reward_models(loaded, rewards)
     stop = stack.enter_context(stop_on_ctrl_c(display.message))
     note_start(loaded, directory, start, beside=directory.path != home)
     if aside:
@@ -531,6 +530,13 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
             made.append((wanted, found))
         out.append(replace(found, by_source=rewards_by_source(cfg.data)))
     return out
+
+
+def load_reward_models(loaded: Loaded, rewards: Sequence[RewardSet]) -> None:
+    """Read the weights of every stage's reward models. ConfigError or CheckpointError names reward and folder."""
+    for n, made in enumerate(rewards):
+        with of_stage(loaded.names, n):
+            made.load_models(loaded.day)
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:

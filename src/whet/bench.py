@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet import environment
-from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
+from whet.api import Stop, join_cluster, load_reward_models, reward_sets, run_loop, watchdog_timeout_s
 from whet.arguments import PATH, TEXT, WHOLE, expect, expect_overrides
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
@@ -316,8 +316,7 @@ def _bench(
     stack.callback(display.close)
     loaded = replace(loaded, day=began(out.parent), tokenizer=tokenizer_in(found[-1] if found else None))
     openers = join_cluster(loaded, planned, rewards, stack)
-    for made in rewards:
-        made.load_models(loaded.day)
+    load_reward_models(loaded, rewards)
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
     job = open_job(
         loaded, planned, rewards, directory=directory, display=display, stop=Stop(), watch=watch, **openers
