@@ -95,6 +95,22 @@ def test_rewards_from_python_replace_those_of_the_file_alone(tmp_path: Path) -> 
     assert kept(file, ["rewards.more.function=exact"], mine) == [["mine", "more"], ["mine", "more"]]
 
 
+def test_rewards_from_python_replace_those_that_a_foreign_file_stands_for(tmp_path: Path) -> None:
+    """Defaults of its document, and those of a file that a launch script starts, are the file's, too."""
+    (tmp_path / "values.yaml").write_text((ROOT / "examples/from_verl.yaml").read_text())
+    silent = (
+        (ROOT / "examples/from_skyrl.yaml").read_text().replace("  env_class: whet.rewards.builtin:exact", "")
+    )
+    (tmp_path / "silent.yaml").write_text(silent.replace("environment:", ""))
+    start = "python3 -m verl.trainer.main_ppo --config-path=. --config-name=values trainer.nnodes=1\n"
+    (tmp_path / "run.sh").write_text(start)
+    mine = {"rewards": {"mine": {"function": "object:mine"}}}
+    for name, own in ("values.yaml", "score"), ("silent.yaml", "gsm8k"), ("run.sh", "score"):
+        loaded = load(tmp_path / name, [], mine)
+        assert list(loaded.config.rewards) == [own, "mine"]
+        assert list(only_rewards(loaded, ["mine"]).config.rewards) == ["mine"], name
+
+
 def letters(factor: float) -> Callable[[str, Task], float]:
     return lambda response, task: factor * len(response)  # a closure: it cannot be pickled, and need not be
 

@@ -155,10 +155,9 @@ def load(
         )
         translation = noted(translated, unread)
     if unused == "warn" or _switches_algorithm(overrides):
-        kept = () if unused == "warn" else ("override", "values")
-        before = written
+        before, keep = written, unused != "warn"
         written, config, unread = _left_out(
-            draft, written, config, lambda found: _idle_keys(found, draft.origins, kept)
+            draft, written, config, lambda found: _idle_keys(found, draft.origins, keep_given=keep)
         )
         notes += tuple(
             f"{named(path, before)}: {why.replace('; leave it out', '')}" for path, why in unread.items()
@@ -197,13 +196,16 @@ def _left_out(
     return written, config, gone
 
 
-def _idle_keys(
-    config: Config, origins: Mapping[keys.Path, str], kept: tuple[str, ...]
-) -> dict[keys.Path, str]:
-    """The keys that no stage reads, and why; not those whose place begins with one of `kept`."""
+def _idle_keys(config: Config, origins: Mapping[keys.Path, str], *, keep_given: bool) -> dict[keys.Path, str]:
+    """The keys that no stage reads, and why. keep_given: but for those of the call."""
     given = config.model_dump(mode="json", exclude_unset=True)
     found = unused_keys(given, stage_configs(config))
-    return {path: why for path, why in found if not tree.origin(origins, path).startswith(kept)}
+    return {path: why for path, why in found if not (keep_given and is_of_call(tree.origin(origins, path)))}
+
+
+def is_of_call(place: str) -> bool:
+    """Whether an origin is the call, not a file: its values, its overrides, or the arguments of a launch script."""
+    return place == "values" or place.startswith(("override ", "argument "))
 
 
 def _check_arguments(overrides: Sequence[str], unused: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from whet.config.load import Loaded
+from whet.config.load import Loaded, is_of_call
 from whet.config.schema import Config
 from whet.rewards.bind import RewardFunction
 from whet.types import ConfigError
@@ -33,8 +33,9 @@ def named_functions(rewards: Rewards) -> tuple[dict[str, RewardFunction], dict[s
 
 
 def only_rewards(loaded: Loaded, names: Collection[str]) -> Loaded:
-    """Rewards given from Python replace the file's rewards in every stage, and no others."""
-    here = (path for path, place in loaded.origins.items() if not place.startswith(f"{loaded.file}:"))
+    """Rewards given from Python replace those of the file in every stage, and no others: what the call gives to a stage
+    or by an override stays."""
+    here = (path for path, place in loaded.origins.items() if is_of_call(place))
     own = (path[2:] if path[:1] == ("stages",) else path for path in here)
     kept = {*names, *(path[1] for path in own if path[:1] == ("rewards",) and len(path) > 1)}
 
