@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
 
 import whet
 import whet.models.exports
 from tiny import RUN
+from whet import environment
 from whet.arguments import WHOLE, expect
 from whet.config.load import load
 from whet.rewards.given import only_rewards
@@ -203,6 +205,24 @@ def test_what_the_caller_has_set_in_torch_changes_no_number_and_is_kept(tmp_path
         )
         assert not torch.is_grad_enabled()
     assert found == plain
+
+
+def test_what_stands_before_every_operation_of_torch_rests_in_a_run() -> None:
+    """A default device and `with torch.device` do, together, too, and modes of the caller's."""
+    torch.set_default_device("cpu")
+    try:
+        with torch.device("meta"), BaseTorchFunctionMode() as mode:
+            before = _get_current_function_mode_stack()
+            with environment.one_run():
+                assert (torch.zeros(1).device.type, torch.get_default_device().type) == ("cpu", "cpu")
+                assert not _get_current_function_mode_stack()
+            assert _get_current_function_mode_stack() == before
+            assert before[-1] is mode
+            assert torch.zeros(1).device.type == "meta"
+        assert torch.get_default_device().type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    assert not _get_current_function_mode_stack()
 
 
 def test_a_second_run_at_once_in_a_process_is_refused(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ _running: dict[int, object] = {}
 def one_run() -> Iterator[None]:
     """A run, an evaluation or a replay has the process for itself: log, stacks and torch's settings are those of
     the process. ConfigError where another one is in progress. Torch is as in a new process, so that a caller's
-    `no_grad`, autocast, default type or default device change no number; the caller gets them back."""
+    `no_grad`, autocast, default type, default device or mode change no number; the caller gets them back."""
     process, me = os.getpid(), object()
     if _running.setdefault(process, me) is not me:
         raise ConfigError(
@@ -120,10 +120,16 @@ def _new_torch() -> Iterator[None]:
     if torch is None:
         yield
         return
-    dtype, given = torch.get_default_dtype(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    from torch.overrides import _pop_mode, _push_mode
+    from torch.utils import _device
+
+    # a default device and `with torch.device(...)` are modes, "cpu" too: they stand before every operation, and some
+    # then round otherwise
+    kept, dtype, current = torch._GLOBAL_DEVICE_CONTEXT, torch.get_default_dtype(), _device.CURRENT_DEVICE
+    given = getattr(kept, "device_context", None)
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    kept.device_context = _device.CURRENT_DEVICE = None
     torch.set_default_dtype(torch.float32)
-    if given is not None:  # "cpu" too: it stands before every operation, and some then round otherwise
-        torch.set_default_device(None)
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -134,8 +140,9 @@ def _new_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        if given is not None:
-            torch.set_default_device(given.device)
+        kept.device_context, _device.CURRENT_DEVICE = given, current
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 @contextmanager
