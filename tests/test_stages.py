@@ -66,6 +66,16 @@ def test_what_a_later_stage_cannot_begin_with_is_said_before_the_first_trains(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
 
 
+def test_the_reference_of_a_later_stage_may_be_what_an_earlier_one_exports(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    second = {"name": "second", "algorithm": KL, "reference": {"path": str(run / "export" / "first")}}
+    sections = RUN | {"stages": [{"name": "first"}, second]}
+    assert whet.train(run_dir=str(run), **sections).finished
+    second["reference"] = {"path": str(run / "export" / "frist")}
+    with pytest.raises(WhetError, match="frist: no such folder"):
+        whet.train(run_dir=str(tmp_path / "run"), **sections, checkpoint={"resume": "fresh"})
+
+
 def test_the_copy_that_a_stage_samples_from_is_there_in_this_stage_alone(tmp_path: Path) -> None:
     """It is as large as the policy."""
     apart = {"rollout": {"sync_interval": 2}, "algorithm": CORRECTED}

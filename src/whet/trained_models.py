@@ -201,10 +201,15 @@ def check_models(context: Context, models: Models) -> None:
         paths += [("reference", path) for path in _reference_paths(cfg.reference)]
     if algorithm.needs_critic:
         paths.append(("critic", cfg.critic.path))
+    own = Path(cfg.run_dir).resolve()
     for role, path in paths:
-        if path is not None:
-            folder, names = _folder(cfg, path, role)
-            examined(Path(path).expanduser(), folder, vocab_size=len(models.tokenizer), names=names)
+        if path is None:
+            continue
+        at = Path(path).expanduser()
+        if not at.exists() and at.resolve().is_relative_to(own):  # an earlier stage may export it yet
+            continue
+        folder, names = _folder(cfg, path, role)
+        examined(at, folder, vocab_size=len(models.tokenizer), names=names)
 
 
 def critic_of(context: Context, models: Models, ranks: Mapping[str, Ranks]) -> TrainEngine:
