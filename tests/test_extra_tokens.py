@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,7 +23,8 @@ from whet.rollout.engine import OnTokens
 from whet.rollout.episode import play_groups
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
-from whet.types import Completion, Message, Request, Sampling, Task
+from whet.track.monitor import Monitor
+from whet.types import Completion, Group, Message, Request, Sampling, Task
 
 END = 1
 NUMBERS = Message("user", "200 300")
@@ -103,30 +104,42 @@ def test_what_is_sampled_is_in_a_rollout_or_extra(seed: int, cancelled: bool) ->
     assert cancelled or extra[0] > 0 or seed not in range(3), "something was retried"
 
 
-def test_rollouts_that_are_given_up_while_they_are_scored_are_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Counting(lambda *_: [7, END], end_token_ids=[END])
-    monkeypatch.setattr("whet.explorer.score", lambda groups, rewards: asyncio.Event().wait())
-    told = list[int]()
-    explorer: Any = SimpleNamespace(
-        _phase=lambda name: nullcontext(),
-        rewards=None,
-        context=SimpleNamespace(monitor=SimpleNamespace(sampled_beside=told.append)),
-    )
-    play = partial(
-        play_groups, engine, group_size=2, sampling=Sampling(max_tokens=6), seed=0, purpose="train", decode=str,
-        end_token_ids=[END], timeout_s=60.0, extra=told.append,
+@pytest.mark.parametrize("scored", [0, 1])
+def test_rollouts_that_are_given_up_while_others_are_scored_are_extra(
+    scored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of remax: while they are, or their greedy replies are."""
+    engine, calls, waits = Counting(lambda *_: [7, END], end_token_ids=[END]), list[int](), asyncio.Event()
+
+    async def score(groups: list[Group], rewards: object) -> list[Group]:
+        calls.append(len(groups))
+        if len(calls) > scored:
+            waits.set()
+            await asyncio.Event().wait()
+        return groups
+
+    monkeypatch.setattr("whet.explorer.score", score)
+    monkeypatch.setattr(Explorer, "_phase", lambda self, name: nullcontext())
+    explorer, double = object.__new__(Explorer), cast(Any, None)
+    monitor = Monitor("s", double, double, double)
+    remax = SimpleNamespace(needs={"baseline"})
+    explorer.context = cast(Any, SimpleNamespace(monitor=monitor, algorithm=remax))
+    explorer.rewards, explorer.checks_failures = double, False
+    playing = partial(
+        play_groups, engine, sampling=Sampling(max_tokens=6), seed=0, purpose="train", decode=str,
+        end_token_ids=[END], timeout_s=60.0, extra=monitor.sampled_beside,
     )  # fmt: skip
+    explorer.play, explorer.play_greedy = partial(playing, group_size=2), partial(playing, group_size=1)
 
     async def story() -> None:
-        scored = asyncio.ensure_future(Explorer._scored(explorer, play, [TASK]))
-        while engine.given < 4 or not told:
-            await asyncio.sleep(0)
-        scored.cancel()
+        played = asyncio.ensure_future(explorer.played([TASK]))
+        await asyncio.wait_for(waits.wait(), 60)
+        played.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await scored
+            await played
 
     asyncio.run(story())
-    assert told == [0, 4]
+    assert monitor.extra_tokens == engine.given == 4 + 2 * scored
 
 
 MINE = '''

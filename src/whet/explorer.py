@@ -203,7 +203,8 @@ class Explorer:
         groups = await self._scored(self.play, tasks)
         if "baseline" not in self.context.algorithm.needs:
             return groups
-        greedy = await self._scored(self.play_greedy, tasks)
+        with self.context.monitor.unless_given_up(groups):
+            greedy = await self._scored(self.play_greedy, tasks)
         self.context.monitor.sampled_beside(sum(g.tokens for g in greedy))
         rules = self.context.cfg.algorithm.groups
         return [with_baseline(group, one.rollouts[0], rules) for group, one in zip(groups, greedy)]
@@ -211,12 +212,8 @@ class Explorer:
     async def _scored(self, play: Play, tasks: list[Task]) -> list[Group]:
         with self._phase("generate"):
             groups = await play(tasks)  # token-exact; each rollout has its deadline
-        try:
-            with self._phase("reward"):
-                groups = await score(groups, self.rewards)  # each call has its deadline
-        except asyncio.CancelledError:  # given up: too old to be trained on
-            self.context.monitor.sampled_beside(sum(g.tokens for g in groups))
-            raise
+        with self.context.monitor.unless_given_up(groups), self._phase("reward"):
+            groups = await score(groups, self.rewards)  # each call has its deadline
         self.check_reward_failures(groups)
         return groups
 

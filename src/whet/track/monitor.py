@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from whet.config.deadlines import Deadline
 from whet.guard.watch import Watch, wait
 from whet.track.display import Display
 from whet.track.timeline import EXPLORING, STEPS, WAITS, Timeline, Together
-from whet.types import Metrics
+from whet.types import Group, Metrics
 
 T = TypeVar("T")
 
@@ -77,6 +78,15 @@ class Monitor:
     def sampled_beside(self, tokens: int) -> None:
         """So many tokens were sampled for training and are in none of its rollouts."""
         self.extra_tokens += tokens
+
+    @contextmanager
+    def unless_given_up(self, groups: Sequence[Group]) -> Iterator[None]:
+        """Groups that become too old to be trained on meanwhile are in no step: their tokens are extra."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.sampled_beside(sum(g.tokens for g in groups))
+            raise
 
     async def wait(
         self,
