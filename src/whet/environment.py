@@ -120,15 +120,13 @@ def _new_torch() -> Iterator[None]:
     if torch is None:
         yield
         return
-    from torch.overrides import _pop_mode, _push_mode
-    from torch.utils import _device
-
+    overrides = torch.overrides
     # a default device and `with torch.device(...)` are modes, "cpu" too: they stand before every operation, and some
     # then round otherwise
-    kept, dtype, current = torch._GLOBAL_DEVICE_CONTEXT, torch.get_default_dtype(), _device.CURRENT_DEVICE
+    kept, dtype = torch._GLOBAL_DEVICE_CONTEXT, torch.get_default_dtype()
     given = getattr(kept, "device_context", None)
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    kept.device_context = _device.CURRENT_DEVICE = None
+    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    kept.device_context = None
     torch.set_default_dtype(torch.float32)
     try:
         with ExitStack() as stack:
@@ -140,9 +138,9 @@ def _new_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        kept.device_context, _device.CURRENT_DEVICE = given, current
+        kept.device_context = given
         for mode in reversed(modes):
-            _push_mode(mode)
+            overrides._push_mode(mode)
 
 
 @contextmanager
