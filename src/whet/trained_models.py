@@ -31,7 +31,7 @@ from whet.training.engine import TrainEngine
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.ranks import Ranks
 from whet.types import DataError, Group, Task
-from whet.whole import Make
+from whet.whole import InFiles, Make
 
 Role = Literal["critic", "reference"]
 """Models that may have a folder of their own."""
@@ -201,6 +201,8 @@ def check_models(context: Context, models: Models) -> None:
         paths += [("reference", path) for path in _reference_paths(cfg.reference)]
     if algorithm.needs_critic:
         paths.append(("critic", cfg.critic.path))
+    if isinstance(models.place, InFiles) and models.place.open_lines is not None:
+        return  # the folders are those of another machine
     own = Path(cfg.run_dir).resolve()
     for role, path in paths:
         if path is None:

@@ -286,17 +286,15 @@ async def play_groups(
 
     sampled = 0
 
-    def start(task: Task, index: int, *, alone: bool, attempt: int) -> Episode:
-        def key_of(fork: Fork) -> int:
-            return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
-
-        return Episode(task, index, by_source.get(task.source, sampling), key_of, alone, attempt)
-
     async def one(task: Task, index: int) -> Rollout:
         nonlocal sampled
         lost, alone, tried = 0, False, 0
+
+        def key_of(fork: Fork) -> int:
+            return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
+
         while True:
-            episode = start(task, index, alone=alone, attempt=tried)
+            episode = Episode(task, index, by_source.get(task.source, sampling), key_of, alone, tried)
             try:
                 rollout = await _finish(episode, play)
             except EnvRestarted as error:  # of another episode, as far as is known: not a try of this one
