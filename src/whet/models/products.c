@@ -406,7 +406,7 @@ static void multiply_strip(const Product *a, const float *panels, i64 i0, i64 mo
             const float *p = pack ? packed + i * K : strip.data + i * strip.by_i;
             if (pack && rows == ROWS && lanes == LANES) tile_packed(p, panels + j * K, K, sums);
             else (lanes == W ? tile_1 : tile_2)(p, pack ? 1 : strip.by_i, pack ? ROWS : strip.by_k, panels + j * K, K, sums,
-                                                rows, !pack && !j);
+                                                rows, strip.by_k == 1 && !pack && !m->half && !j);
             put(sums, lanes, out, a->out_i, a->out_j, rows, n, first);
         }
     }
@@ -454,8 +454,8 @@ static int multiply(const Product *a, int add, int threads) {
 }
 
 /* out (+)= a b for [I, K] and [K, J] of any strides. Returns 0, or 1 where memory ran out. What lies along the lanes is
-   packed, K J or K I elements; with rows there, I J results are turned, at twice the cost. But a lane each
-   would waste most lanes on very few rows. halves: 1 where a is bfloat16, plus 2 where b is. */
+   packed, K J or K I elements; with rows there, I J results are turned, at twice the cost. But a lane each would
+   waste most lanes on very few rows. halves: 1 where a is bfloat16, plus 2 where b is. */
 int whet_product(const void *a, i64 a_i, i64 a_k, const void *b, i64 b_k, i64 b_j, float *out, i64 out_i, i64 out_j,
                  i64 I, i64 J, i64 K, int halves, int add, int threads) {
     if (!I || !J) return 0;
