@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +59,15 @@ async def until(holds: Any) -> None:
 
 def lives(pid: int) -> bool:
     return state(pid) not in ("", "Z", "X")
+
+
+def last_of(keeper: int) -> int:
+    """The process that ends what a killed keeper leaves behind; 0 for none."""
+    for pid in confine.children(keeper):
+        with suppress(OSError):  # it has ended meanwhile
+            if b"last.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return 0
 
 
 def printed(log: Path) -> list[str]:
@@ -126,10 +136,10 @@ def test_a_command_may_be_a_path_from_here(tmp_path: Path, monkeypatch: pytest.M
     assert installed.found("./serve").command == tmp_path / "serve"
 
 
-@pytest.mark.parametrize("first", [None, "stopped", "killed"])
+@pytest.mark.parametrize("first", [None, "stopped", "killed", "both killed"])
 def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path, first: str | None) -> None:
     """With SIGKILL, so that nothing of the run can tell it; its workers, too. first: what becomes of all that is
-    between run and server; who looks after what is left is only stopped."""
+    between run and server; who looks after what is left is only stopped, or was killed and replaced before."""
     log = tmp_path / "engine.log"
     code = (
         "import sys,time; from pathlib import Path; from whet.rollout.http.process import ServerProcess\n"
@@ -145,11 +155,15 @@ def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path, first: str | No
         assert len(workers) == 2
         assert all(map(lives, workers))
         (keeper,) = confine.children(parent.pid)
-        if first:
-            (last,) = (
-                p for p in confine.children(keeper) if b"last.py" in Path(f"/proc/{p}/cmdline").read_bytes()
-            )
+        last = last_of(keeper)
+        if first == "both killed":
+            os.kill(killed := last, signal.SIGKILL)
+            while (last := last_of(keeper)) in (0, killed):
+                assert time.monotonic() < until_s, "no other one takes its place"
+                time.sleep(0.02)
+        elif first:
             os.kill(last, signal.SIGSTOP)
+        if first:
             os.kill(keeper, signal.SIGSTOP if first == "stopped" else signal.SIGKILL)
     finally:
         parent.send_signal(signal.SIGKILL)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -26,15 +27,28 @@ def outlive() -> None:
     """Start it for this process, which leads a process group of its own and has a mark: however this process ends, so
     do its group and all programs that it has started with its environment.
 
-    What leaves the group and has another environment, too, is not found.
+    What leaves the group and has another environment, too, is not found. One that is killed is replaced.
     """
-    subprocess.Popen(
+    threading.Thread(target=_replace, args=(_start(),), name="whet-last", daemon=True).start()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _replace(last: subprocess.Popen[bytes]) -> None:
+    """It ends before this process only if somebody ends it."""
+    while True:
+        last.wait()
+        with suppress(OSError):  # no room for a process now: the next round tries again
+            last = _start()
+        time.sleep(LOOK_S)
 
 
 def main(group: int) -> None:
