@@ -296,7 +296,7 @@ def test_a_host_without_memory_tells_the_run_why(at_once: bool, monkeypatch: pyt
         while said[-1][0] in ("ready", "beat"):
             said.append(pickle.loads(ours.recv_bytes()))
     why = "[Errno 12] Cannot allocate memory"
-    assert said[-1] == (("refused", why) if at_once else ("failed", (7, why)))
+    assert said[-1] == (("refused", why) if at_once else ("failed", (7, why, False)))
     ours.close()
     living.join(20)
     assert not living.is_alive()

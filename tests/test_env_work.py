@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,15 +20,15 @@ from test_environments import lines, rollouts, train, tree_in
 from test_judge import chat_model  # noqa: F401  a fixture
 from whet.config.load import load
 from whet.config.schema import Config, EnvironmentConfig
-from whet.envs.env import EnvStep, MakeEnv, World
+from whet.envs.env import EnvBroken, EnvStep, MakeEnv, World
 from whet.envs.host import EnvHost
 from whet.envs.hosts import MOST_ASKED, EnvHosts
 from whet.envs.journal import Journal
 from whet.envs.journaled import journaled
 from whet.envs.marks import Marks
 from whet.envs.work import RunWork
+from whet.guard import confine, sandbox
 from whet.guard import program as program_module
-from whet.guard import sandbox
 from whet.guard.program import Programs
 from whet.guard.program import run as run_programs
 from whet.judges import judges_of
@@ -190,6 +191,13 @@ async def none(env, reply, done):
 
 async def tokens(env, reply, done):
     await env.world.score("x", reward="overlong")
+
+async def unheard(env, reply, done):
+    try:
+        await env.world.score("x", reward="length")
+    except RuntimeError:
+        pass
+    return done
 
 async def all_of_them(env, reply, done):
     await env.world.score("x")
@@ -478,6 +486,18 @@ def test_a_call_that_fails_is_told_with_the_line_of_the_environment(
         line = WORLDS.split("\n").index(code) + 1
         failed = played(worlds("unknown", name).make, work("length"))
         assert f" (worlds.py:{line}) in step (after turn 1)" in str(failed.error)
+
+
+def test_no_environment_goes_on_where_the_processes_of_the_rewards_have_ended(
+    work: Callable[..., RunWork], worlds: Callable[..., EnvHosts]
+) -> None:
+    """It would take that for a failure of its reply, and the run would train on what it makes of it."""
+    hosts, before = worlds("unheard"), confine.children(os.getpid())
+    run = work("length")
+    (keeper,) = confine.children(os.getpid()) - before
+    os.kill(keeper, signal.SIGKILL)
+    with pytest.raises(EnvBroken, match="the processes that guard the rewards ended; the same command resumes"):
+        played(hosts.make, run)
 
 
 @pytest.mark.parametrize("how", REFUSED)

@@ -19,7 +19,7 @@ from whet.cluster.lines import Far
 from whet.cluster.nodes import place
 from whet.config.schema import Config
 from whet.guard import pulse
-from whet.guard.jail import CallResult, RewardCall
+from whet.guard.jail import CallResult, JailBroken, RewardCall
 from whet.guard.line import Line, Lines, end, how_it_ended
 from whet.guard.nursery import Loader
 from whet.rewards import host
@@ -101,7 +101,7 @@ class RewardHosts:
             self._listen(number)
 
     async def call_many(self, calls: Sequence[RewardCall]) -> list[CallResult]:
-        """The results of all calls, in order. WhetError if no host is left."""
+        """The results of all calls, in order. JailBroken if no host is left."""
         if not calls:
             return []
         with self._lock:
@@ -114,7 +114,7 @@ class RewardHosts:
         return [by_place[at] for at in range(len(calls))]
 
     def close(self) -> None:
-        """End all hosts. Calls under way raise WhetError."""
+        """End all hosts. Calls under way raise JailBroken."""
         with self._lock:
             if self._closed:
                 return
@@ -178,11 +178,11 @@ class RewardHosts:
             if asked is not None and not asked.future.done():
                 asked.future.set_result(results)
 
-    def _refused(self, at: _RewardHost, key: int, why: str) -> None:
+    def _refused(self, at: _RewardHost, key: int, why: str, broken: bool) -> None:
         with self._lock:
             asked = at.pending.pop(key, None)
             if asked is not None and not asked.future.done():
-                asked.future.set_exception(WhetError(why))
+                asked.future.set_exception(JailBroken(why) if broken else WhetError(why))
 
     def _lost(self, number: int, at: _RewardHost, why: str) -> None:
         """What it had is asked of the others, or of who comes next."""
@@ -209,9 +209,9 @@ class RewardHosts:
             self._fail(str(error))
 
     def _check_hope(self) -> None:
-        """Raise WhetError where no host lives and none will."""
+        """Raise JailBroken where no host lives and none will."""
         if all(h.state == "lost" for h in self._hosts):
-            raise WhetError(
+            raise JailBroken(
                 f"no reward host is left: each of the {len(self._hosts)} hosts died and was replaced at most "
                 f"cluster.restarts={self._restarts} times; see run.log for the causes"
             )
@@ -249,7 +249,7 @@ class RewardHosts:
     def _fail(self, why: str) -> None:
         for asked in [*self._waiting, *(a for h in self._hosts for a in h.give_up())]:
             if not asked.future.done():
-                asked.future.set_exception(WhetError(why))
+                asked.future.set_exception(JailBroken(why))
         self._waiting = []
 
 

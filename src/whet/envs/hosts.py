@@ -166,6 +166,8 @@ class HostedEnv:
         assert self.place is not None
         try:
             self.place.send("reply", self.number, call, await ASKED[name](self.world, *what))
+        except EnvBroken as error:
+            self.settle(error=error)
         except Exception as error:  # noqa: BLE001  the engine's or a reward's, which the environment may catch
             self.place.send("refused", self.number, call, said(error))
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from whet.config.judges import is_judge
 from whet.config.schema import Config, RewardConfig
-from whet.envs.env import ReplyScore, ScoreCall, as_program_call, as_score_call
+from whet.envs.env import EnvBroken, ReplyScore, ScoreCall, as_program_call, as_score_call
 from whet.guard.foreign import words
+from whet.guard.jail import JailBroken
 from whet.guard.program import ProgramOutcome, Programs, run
 from whet.rewards.combine import RewardSet, score
 from whet.tables import near
@@ -49,7 +50,7 @@ class RolloutWork:
     index: int
 
     async def score(self, given: Json) -> ReplyScore:
-        """WhetError where a reward fails, or there is none."""
+        """WhetError where a reward fails, or there is none; EnvBroken where none can be asked any more."""
         call = as_score_call(given)
         self.run.counts["scores"] += 1
         asked = chosen(self.run.rewards, self.run.cfg, self.task, call)
@@ -64,7 +65,10 @@ class RolloutWork:
             messages=call.messages,
             text=call.text,
         )
-        ((scored,),) = (group.rollouts for group in await score([Group(task, (reply,))], asked))
+        try:
+            ((scored,),) = (group.rollouts for group in await score([Group(task, (reply,))], asked))
+        except JailBroken as error:  # no failure of this reply: an environment may not go on as if it was one
+            raise EnvBroken(str(error)) from error
         if scored.error is not None:
             raise WhetError(scored.error)
         assert scored.reward is not None

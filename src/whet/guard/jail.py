@@ -49,6 +49,10 @@ _NO_NURSERY = f"the processes that guard the rewards ended; {GO_ON}"
 _STOPPED = "the processes that guard the rewards are stopped (SIGSTOP); the same command resumes the run"
 
 
+class JailBroken(WhetError):
+    """No call has a result any more: the run ends."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardCall:
     """One call of a function of the jail."""
@@ -187,7 +191,7 @@ class Jail:
     # ------------------------------------------------------------ calls
 
     async def call_many(self, calls: Sequence[RewardCall]) -> list[CallResult]:
-        """The results of all calls, in order. WhetError if the jail is closed or cannot be kept alive."""
+        """The results of all calls, in order. JailBroken if the jail is closed or cannot be kept alive."""
         if not calls:
             return []
         # those of one function together: each process has one, and goes on without a pause
@@ -278,7 +282,7 @@ class Jail:
         """Go on with a new nursery. A call is to blame when each time it ran alone the nursery ended."""
         self._deaths += 1
         if self._closed or self._deaths > _MAX_DEATHS:
-            raise WhetError("the jail was closed while calls were running" if self._closed else _NO_NURSERY)
+            raise JailBroken("the jail was closed while calls were running" if self._closed else _NO_NURSERY)
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait([self._sender])
@@ -311,7 +315,7 @@ class Jail:
                     channel = newer
         except (OSError, EOFError) as error:
             stopped = state(self._keeper) == "T"
-            raise WhetError(_STOPPED if stopped else _NO_NURSERY) from error
+            raise JailBroken(_STOPPED if stopped else _NO_NURSERY) from error
         channel.setblocking(False)
         return channel
 

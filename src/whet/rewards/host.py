@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from whet.guard import pulse
-from whet.guard.jail import Jail, RewardCall
+from whet.guard.jail import Jail, JailBroken, RewardCall
 from whet.guard.line import messages
 from whet.guard.nursery import Loader
 from whet.types import ConfigError, WhetError
@@ -69,7 +69,7 @@ async def _judge(jail: Jail, connection: Connection, number: int, calls: Sequenc
     try:
         _say(connection, "done", (number, await jail.call_many(calls)))
     except (WhetError, OSError) as error:
-        _say(connection, "failed", (number, str(error)))
+        _say(connection, "failed", (number, str(error), isinstance(error, JailBroken)))
 
 
 async def _beat(connection: Connection) -> None:
