@@ -7,6 +7,8 @@ The contract of the seam (tests/test_rollout_contract.py) runs over the same cli
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -244,6 +246,22 @@ def test_other_folders_beside_the_versions_stay(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == others | {"weights-00000004", "weights-00000005"}
     folder.close()
     assert {path.name for path in tmp_path.iterdir()} == others
+
+
+def test_what_a_killed_run_has_written_of_a_version_does_not_stay(tmp_path: Path) -> None:
+    """It may be memory, and the run that goes on may never come to that version."""
+    canary = Canary(bound=1e-3, max_context=LIMIT)
+    folder = Folder(tmp_path, model=module(), ops=kernels.load("auto"), canary=canary)
+    code = (
+        "import os, sys; from pathlib import Path; from whet.track.files import atomic_folder\n"
+        "with atomic_folder(Path(sys.argv[1])) as new: (new / 'model').touch(); os.kill(os.getpid(), 9)"
+    )
+    for name in ("weights-00000009", "weights-final"):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=False)
+    assert len([*tmp_path.iterdir()]) == 2
+    folder.close()
+    (other,) = tmp_path.iterdir()
+    assert other.name.startswith(".weights-final.new-")
 
 
 @takers

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from whet.guard.temporary import sweep
 from whet.models import mtp
 from whet.models.kernels import Ops
 from whet.models.lora import adapted, learned
@@ -123,9 +124,10 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove all versions."""
+        """Remove all versions, and those that were not whole when their run was killed."""
         for path in self._versions():
             shutil.rmtree(path, ignore_errors=True)
+        sweep(rf"\.{_VERSION.pattern}\.new-", self.root)
 
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
