@@ -219,6 +219,44 @@ def test_the_check_of_metrics_can_fail(tmp_path):
     assert rows_without_metric({*rows, "reward/gone"}, names, {"train"}) == ["reward/gone"]
 
 
+def metrics_named(page: str) -> set[str]:
+    """Names of metrics and of an environment's parts in the text of a page; `*` for words in capitals."""
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    words = {word.strip("'") for quoted in re.findall(r"`([^`\n]+)`", text) for word in quoted.split()}
+    name = re.compile(rf"({METRIC_GROUPS})/[\w/@*]*(\w|\.\.\.)")
+    return {re.sub("[A-Z]+", "*", word) for word in words if name.fullmatch(word)}
+
+
+def unknown_metrics(names: set[str], rows: set[str]) -> list[str]:
+    """Those without a row. `group/...` stands for several; `env/calls` is a part, whose mean is a metric."""
+
+    def known(name: str) -> bool:
+        if name.endswith("..."):
+            return any(row.startswith(name[:-3]) for row in rows)
+        part = [f"reward/part/{name}_mean"] if name.startswith("env/") else []
+        return any(matches(row, each) for row in rows for each in [name, *part])
+
+    return sorted(name for name in names if not known(name))
+
+
+def test_metrics_that_a_page_names_are_there():
+    """metrics.md also names those of other systems, and the changelog what has gone."""
+    rows = metric_rows((ROOT / "docs/metrics.md").read_text(encoding="utf-8"))
+    pages = [page for page in PAGES if page.name not in ("CHANGELOG.md", "metrics.md")]
+    found = {page.name: metrics_named(page.read_text(encoding="utf-8")) for page in pages}
+    assert {name: wrong for name in found if (wrong := unknown_metrics(found[name], rows))} == {
+        "algorithms.md": ["train/far_frac"],  # of the example's own loss
+    }
+
+
+def test_the_check_of_named_metrics_can_fail():
+    named = metrics_named("`reward/part/right/NAME` `env/calls` `env/gone_s` `reward/...` `rollout/engine.py`")
+    assert named == {"reward/part/right/*", "env/calls", "env/gone_s", "reward/..."}
+    rows = {"reward/part/*_mean", "time/step_s"}
+    assert unknown_metrics(named, rows) == ["reward/part/right/*"]
+    assert unknown_metrics(named, {"time/step_s"}) == sorted(named)
+
+
 class Nav(yaml.SafeLoader):
     """mkdocs.yml without the Python names in it."""
 

@@ -152,10 +152,10 @@ def _methods(kind: type) -> list[tuple[str, Any]]:
 
 
 def _signature(name: str, value: Any) -> str:
-    """As it is written in a call; a long one has a line for each parameter. `self` is left out."""
+    """As it is written in a call; a long one has a line for each parameter. `self` and `cls` are left out."""
     if isinstance(value, property):
         return f"{name}: {_type(value.fget.__annotations__.get('return', ''))}"
-    parameters = [p for p in inspect.signature(value).parameters.values() if p.name != "self"]
+    parameters = [p for p in inspect.signature(value).parameters.values() if p.name not in ("self", "cls")]
     each = [_parameter(p) for p in parameters]
     first = next((n for n, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), None)
     if first is not None and not any(p.kind is p.VAR_POSITIONAL for p in parameters):

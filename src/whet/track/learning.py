@@ -165,7 +165,7 @@ SIGNS = (
         "tool unused",
         20,
         tool_unused,
-        "at least one tool was never called in the last {window} steps (reward/part/env/calls/NAME is 0)",
+        "at least one tool was never called in the last {window} steps (reward/part/env/calls/NAME_mean is 0)",
         "leave the tool out (rollout.env.arguments), or say in its description when it helps",
     ),
     Sign(
