@@ -250,7 +250,9 @@ def test_metrics_that_a_page_names_are_there():
 
 
 def test_the_check_of_named_metrics_can_fail():
-    named = metrics_named("`reward/part/right/NAME` `env/calls` `env/gone_s` `reward/...` `rollout/engine.py`")
+    named = metrics_named(
+        "`reward/part/right/NAME` `env/calls` `env/gone_s` `reward/...` `rollout/engine.py`"
+    )
     assert named == {"reward/part/right/*", "env/calls", "env/gone_s", "reward/..."}
     rows = {"reward/part/*_mean", "time/step_s"}
     assert unknown_metrics(named, rows) == ["reward/part/right/*"]

@@ -14,11 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from programs import programs
-from whet import cli
-from whet.config.keys import lookup
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -54,29 +51,6 @@ def test_every_tutorial_is_on_a_page_and_in_a_test() -> None:
     assert files == {name for name in shown if name.startswith("docs/tutorials/")}
     here = Path(__file__).read_text(encoding="utf-8")
     assert [path.name for path in TUTORIALS.glob("*.sh") if f'"{path.name}"' not in here] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_on_a_page_name_commands_options_and_keys_that_exist(page: Path) -> None:
-    group = typer.main.get_command(cli.app)
-    for block in COMMANDS.findall(page.read_text(encoding="utf-8")):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = line.partition(" #")[0].split()
-            if words[:1] != ["whet"] or words[1].startswith("-"):
-                continue
-            command = group.commands[words[1]]  # type: ignore[attr-defined]
-            if inner := getattr(command, "commands", None):
-                command = inner[words[2]]
-            native = (
-                len(words) > 2 and (ROOT / words[2]).is_file() and "/from_" not in words[2]
-            )  # a foreign file has other keys
-            options = {option for parameter in command.params for option in parameter.opts}
-            for word in words[2:]:
-                if word.startswith("-"):
-                    assert word.partition("=")[0] in options, line
-                elif "=" in word and native:
-                    path = tuple(word.strip("'\"").partition("=")[0].split("."))
-                    assert lookup(path[2:] if path[0] == "stages" else path) is not None, line
 
 
 @pytest.fixture(scope="module")
