@@ -137,7 +137,8 @@ def test_a_killed_run_resumes(home: Path) -> None:
 def test_a_wrong_reward_is_told_and_mended(home: Path) -> None:
     told = script(home, "wrong_reward.sh", "machine.threads=1")
     assert "no: constant reward" in told
-    assert "compared '" in told
+    shown = told.split("limit 64 shows all")[1].split("\n")
+    assert any(line.endswith(" with 'a '") for line in shown[:3]), "the line of run.log"
     assert told.rindex("main   yes") > told.index("no: constant reward")
 
 
