@@ -9,8 +9,8 @@ MODEL=${MODEL:-runs/first_run/export/sft}
 EPOCHS=${EPOCHS:-10}
 
 DATA=(
-    data.train_files=examples/verl_words.jsonl
-    data.val_files=examples/verl_held_out.jsonl
+    data.train_files=examples/words.jsonl
+    data.val_files=examples/held_out.jsonl
     data.train_batch_size=16
     data.max_prompt_length=16
     data.max_response_length=7

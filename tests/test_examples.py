@@ -80,3 +80,19 @@ def test_every_example_says_what_it_needs_and_how_long_it_takes(path: Path) -> N
     head = [line for line in path.read_text(encoding="utf-8").splitlines() if re.match("#(?!!)", line)]
     assert head[0].startswith("# Needs: ")
     assert any("Takes: " in line for line in head)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_every_example_reads_data_of_the_examples_or_what_it_says_it_needs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it runs where the folder of examples alone was copied to."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("MODEL", "models/some")
+    (needs,) = re.findall(r"^# Needs: (.*)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for stage in load(path).stages:
+        for source in (*stage.data.train, *stage.data.demonstrations, *stage.data.eval):
+            paths = source.path or (source.function or "").partition(":")[0]
+            for read in [paths] if isinstance(paths, str) else paths:
+                known = "/" not in read or str(Path(read).parent) in needs
+                assert known or (read.startswith("examples/") and Path(read).is_file()), read
