@@ -307,6 +307,21 @@ def test_the_site_builds_strictly_and_asks_no_other_host(tmp_path: Path):
         assert [url for url in loads.found if re.match(r"(https?:)?//", url)] == [], page.name
 
 
+def test_the_page_on_installing_has_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8").partition("| extra | for |")[2]
+    named = re.findall(r"^\| (`.*?`) \|", page, flags=re.MULTILINE)
+    extras = [name for cell in named for name in re.findall(r"`([\w-]+)`", cell)]
+    assert sorted(extras) == sorted(project["optional-dependencies"])
+
+
+def test_the_page_of_benchmarks_has_every_program():
+    folder = ROOT / "benchmarks"
+    page = (folder / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    named = re.findall(r"`(\w+\.py)`", "".join(re.findall(r"^\| (`.*?) \|", page, flags=re.MULTILINE)))
+    assert sorted(named) == sorted(path.name for path in folder.glob("*.py"))
+
+
 def test_what_cites_whet_names_its_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))

@@ -89,7 +89,7 @@ def view(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...", help="Run directories, or folders with run directories.", show_default=False
+            metavar="RUN", help="Run directories, or folders with run directories.", show_default=False
         ),
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8645,

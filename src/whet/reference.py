@@ -87,7 +87,12 @@ def _command(path: tuple[str, ...], command: Any) -> Iterator[str]:
         yield "```sh\n" + "\n".join(examples) + "\n```\n"
     if parameters:
         context = typer.Context(command, info_name=path[-1])
-        rows = [(_argument(p), p.help) if p.required else p.get_help_record(context) for p in parameters]
+        rows = [
+            (_argument(p), p.help)
+            if p.required and p.param_type_name == "argument"
+            else p.get_help_record(context)
+            for p in parameters
+        ]
         yield "| argument or option | meaning |\n|---|---|"
         yield "\n".join(f"| `{_cell(name)}` | {_cell(text or '')} |" for name, text in rows) + "\n"
 
@@ -100,9 +105,7 @@ def _parted(help_text: str) -> tuple[str, list[str]]:
 
 
 def _argument(parameter: Any) -> str:
-    """An argument as the usage line has it, or a required option."""
-    if parameter.param_type_name != "argument":
-        return ", ".join(parameter.opts)
+    """An argument as the usage line has it."""
     name = parameter.metavar or parameter.name.upper()
     return f"{name if parameter.required else f'[{name}]'}{'...' if parameter.nargs == -1 else ''}"
 
