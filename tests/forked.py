@@ -214,7 +214,7 @@ class _Rank(Forked):
     ) -> None:
         """tied: it ends with the process that starts it, even if it is stopped."""
         with Connection(os.dup(pass_fds[0])) as ours, Connection(os.dup(stdout), readable=False) as out:
-            super().__init__(_rank, ours, out, command[3:], dict(env), tied)
+            super().__init__(_rank, ours, out, command[command.index("-m") + 2 :], dict(env), tied)
 
 
 def _rank(connection: Connection, out: Connection, told: list[str], env: dict[str, str], tied: bool) -> None:

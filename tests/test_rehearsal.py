@@ -200,7 +200,7 @@ def test_what_the_real_run_takes_is_arithmetic(tmp_path):
 
 def forked(command, *, stdout, env, **_):
     """A process of a trial; test_a_run_that_ends_is_told_with_its_cause has a new interpreter."""
-    return Started(*command[4:], said=stdout.name, env=env, cwd=Path.cwd())
+    return Started(*command[5:], said=stdout.name, env=env, cwd=Path.cwd())
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,15 @@ def test_files_are_read_and_the_shell_knows_its_place(tmp_path: Path):
 
 
 @needs_shell
+def test_python_files_beside_a_script_are_not_run(tmp_path: Path):
+    """They have the names of modules of Python's that the process imports which prepares the sandbox."""
+    for name in ("ctypes", "random", "resource", "socket", "struct", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('it ran')\n")
+    found = read_script(f"{START} a=1", (), HOME, folder=str(tmp_path))
+    assert [word.text for word in found.overrides] == ["a=1"]
+
+
+@needs_shell
 def test_no_trainer_says_what_was_seen():
     said = problem("python3 prepare.py\npip install x\n")
     assert "found `python3 prepare.py` in line 1, `pip install x` in line 2" in said
@@ -286,7 +296,7 @@ def test_a_refused_sandbox_names_the_way_without_one(monkeypatch: pytest.MonkeyP
     fake.write_text('#!/bin/sh\ncat > /dev/null; echo \'{"refused": "this kernel has no Landlock"}\'\n')
     fake.chmod(0o755)
     with monkeypatch.context() as patched:
-        patched.setattr(shell.sys, "executable", str(fake))
+        patched.setattr(sys, "executable", str(fake))
         said = problem(f"{START} a=1")
     assert "this kernel has no Landlock" in said
     assert "--trust-script runs the script without a sandbox" in said

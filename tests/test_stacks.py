@@ -119,6 +119,19 @@ def test_a_process_at_the_end_of_a_line_is_asked_through_its_own_file(tmp_path: 
         assert stacks.others() == ""
 
 
+def test_a_file_in_the_working_directory_takes_the_place_of_no_module_of_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whet.guard.line.subprocess", subprocess)  # an interpreter of its own
+    with stacks.kept(tmp_path, "trainer"):
+        line = LocalLine("whet.rewards.host", 3, folder=tmp_path, threads=1)
+        until(lambda: line.gone() or "host-3" in stacks.others())
+        assert not line.gone()
+        line.kill()
+
+
 STARTS = """
 import sys, threading, time
 from pathlib import Path

@@ -49,6 +49,17 @@ _EXACT = {
 }
 
 
+def module_command(name: str) -> list[str]:
+    """The command that runs a module of whet's in a process of its own. -P: a file in the working directory, such as
+    random.py, does not take the place of a module of Python's."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def module_path() -> str:
+    """PYTHONPATH of a process that finds modules where this one does."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
 def prepare(threads: int | None, exact: bool) -> None:
     """Set the environment of this process, and of the processes it starts.
 

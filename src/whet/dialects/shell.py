@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from whet.environment import module_command
 from whet.secrets import is_secret
 from whet.types import ConfigError
 
@@ -145,7 +145,7 @@ def _run(script: Script, output: str, status: int, lost: set[str], replaced: boo
 
 def _asked(request: Mapping[str, object], folder: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "whet.guard.enclosed"],
+        module_command("whet.guard.enclosed"),
         input=json.dumps(request),
         cwd=folder,
         capture_output=True,

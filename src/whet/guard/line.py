@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from whet import secrets
-from whet.environment import pools
+from whet.environment import module_command, module_path, pools
 from whet.guard import confine, stacks
 from whet.guard.last import MARK
 from whet.guard.processes import die_with, state, until, wake_with_parent
@@ -111,7 +110,7 @@ class LocalLine:
         self.gpu, self.file = gpu, folder / f"stack-{number}"
         ours, theirs = socket.socketpair()
         env = os.environ | pools(threads)
-        env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), MARK: uuid4().hex}
+        env |= {"PYTHONPATH": module_path(), MARK: uuid4().hex}
         # a process may be tied to the thread that started it; here, one that ends with the process alone
         tied = threading.current_thread() is threading.main_thread()
         who = f"{module.rpartition('.')[2]}-{number}"
@@ -126,7 +125,7 @@ class LocalLine:
         with theirs:
             # a session of its own: Ctrl-C is the driver's to answer
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "whet.guard.begin", module, *told],
+                [*module_command("whet.guard.begin"), module, *told],
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from whet.environment import module_command, module_path
 from whet.guard import confine, sandbox
 
 MOST_PRINTED = 2**20
@@ -71,9 +72,9 @@ async def run(programs: Programs) -> list[ProgramOutcome]:
     if why := sandbox.lacking():
         raise OSError(f"programs of the policy run only in a sandbox: {why}")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__,
+        *module_command(__name__),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONUTF8": "1"} | dict.fromkeys(_THREADS, "1"),
+        env={"PYTHONPATH": module_path(), "PYTHONUTF8": "1"} | dict.fromkeys(_THREADS, "1"),
     )  # fmt: skip
     limit_s = longest_s(len(programs.runs), programs.seconds)
     try:

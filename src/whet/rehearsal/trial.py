@@ -102,7 +102,7 @@ def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[b
     file.write_text(as_yaml(open_tree | {"run_dir": str(folder / name)}), encoding="utf-8")
     with (folder / f"{name}.txt").open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(os.getpid()), "train", str(file), "--dialect", "native"],
+            [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), "train", str(file), "--dialect", "native"],
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

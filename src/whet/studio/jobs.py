@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from whet.environment import module_command
 from whet.guard.temporary import OwnFolder
 from whet.secrets import redact
 from whet.track.files import runs_here
@@ -100,7 +100,7 @@ class Jobs:
             raise ConfigError(f"whet {self.current.command} {self.current.file} still runs; stop it first")
         self._count += 1
         log = self._folder.path / f"{self._count}.log"
-        arguments = [sys.executable, "-m", "whet", command, "--", str(self.root / file)]
+        arguments = [*module_command("whet"), command, "--", str(self.root / file)]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 arguments,
