@@ -16,7 +16,8 @@ from tiny import RUN
 from whet import checkpoint
 from whet.config.code import digests, module_file, named
 from whet.config.load import load
-from whet.types import CheckpointError
+from whet.tables import load_object
+from whet.types import CheckpointError, ConfigError
 
 REWARD = "def right(response, task):\n    return float(len(response) {sign} 2)\n"
 WORDS = [{"prompt": word, "answer": word[0]} for word in ("ab", "ba", "aa", "bb")]
@@ -130,6 +131,37 @@ def test_an_installed_package_counts_by_its_version() -> None:
     version = metadata.version("reasoning_gym")
     assert found("reasoning_gym.utils:f") == {"reasoning_gym": f"reasoning_gym {version}"}
     assert module_file("no.such.module") is None
+
+
+@pytest.fixture
+def by_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script `whet`, whose path has not the working directory."""
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+
+
+@pytest.mark.usefixtures("by_script")
+def test_modules_in_the_working_directory_are_found_and_count() -> None:
+    Path("helper_of_mine.py").write_text(REWARD.format(sign=">"))
+    Path("judge_of_mine.py").write_text("from helper_of_mine import right\n")
+    for place in ("judge_of_mine", "judge_of_mine.py"):
+        assert list(found(f"{place}:right")) == ["helper_of_mine.py", "judge_of_mine.py"]
+        assert load_object(f"{place}:right", what="function")("abc", None) == 1.0
+
+
+@pytest.mark.usefixtures("by_script")
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import beside_of_mine", r"No module named 'beside_of_mine'; it is in .*/inner: add this folder to"),
+        ("from .beside_of_mine import x", r"name the file by its module \(.*\), or .* PYTHONPATH=.*/inner"),
+    ],
+)
+def test_a_file_that_does_not_find_the_module_beside_it_is_told_how(line: str, said: str) -> None:
+    Path("inner").mkdir()
+    Path("inner/beside_of_mine.py").write_text("x = 1\n")
+    Path("inner/judge.py").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=said):
+        load_object("inner/judge.py:right", what="function")
 
 
 def test_folders_without_init_may_lie_in_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

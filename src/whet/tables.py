@@ -8,12 +8,14 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar, cast, get_type_hints
 
 from whet.types import ConfigError, Json, WhetError
@@ -123,7 +125,7 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
         raise ConfigError(f"{what} {wrong}")
     place, _, name = spec.rpartition(":")
     try:
-        module = load_module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = load_place(place)
     except (ImportError, OSError, SyntaxError) as e:
         raise ConfigError(f"{what} {spec!r}: cannot load {place!r}: {e}") from e
     except WhetError:
@@ -147,7 +149,23 @@ def loaded_files() -> list[str]:
     return [m.__file__ for m in modules if m.__file__ is not None]
 
 
-def load_module(path: Path):  # type: ignore[no-untyped-def]
+def load_place(place: str) -> ModuleType:
+    """The module of the user's, or of ours, at 'package.module' or 'path/to/file.py'."""
+    if place.endswith(".py"):
+        return load_module(Path(place))
+    if place.partition(".")[0] != __package__:
+        _find_here()
+    return importlib.import_module(place)
+
+
+def _find_here() -> None:
+    """Code of the user's finds modules in the working directory, behind all others. `python -m whet` has it in its path
+    by itself; the script `whet` has not."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+
+
+def load_module(path: Path) -> ModuleType:
     path = path.resolve()
     name = _USER + "".join(c if c.isalnum() else "_" for c in str(path))
     if name in sys.modules:
@@ -160,12 +178,26 @@ def load_module(path: Path):  # type: ignore[no-untyped-def]
     assert loader.loader is not None
     module = importlib.util.module_from_spec(loader)
     sys.modules[name] = module
+    _find_here()
     try:
         loader.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, ImportError):
+            error.msg = f"{error}{_advice(error, path.parent)}"
         raise
     return module
+
+
+def _advice(error: ImportError, folder: Path) -> str:
+    """How a file in the folder finds the modules beside it, where it does not; else nothing."""
+    if "relative import" in str(error):
+        return f"; name the file by its module ('package.module:name'), or import by name with PYTHONPATH={folder}"
+    beside = folder / (error.name or "").partition(".")[0]
+    there = error.name and (beside.is_dir() or beside.with_suffix(".py").is_file())
+    return (
+        f"; it is in {folder}: add this folder to PYTHONPATH" if there and str(folder) not in sys.path else ""
+    )
 
 
 def lines(package: str, name: str) -> tuple[dict[str, str], ...]:

@@ -119,6 +119,8 @@ def module_file(module: str) -> Path | None:
     top, *inner = module.split(".")
     found = (finder.find_spec(top, None) for finder in sys.meta_path)
     spec = next((spec for spec in found if spec is not None), None)
+    if spec is None:
+        spec = PathFinder.find_spec(top, [os.getcwd()])  # as `tables.load_place` finds it
     name = top
     for part in inner:
         if spec is None or spec.submodule_search_locations is None:

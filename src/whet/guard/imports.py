@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from whet.tables import load_module
+from whet.tables import load_place
 from whet.types import ConfigError
 
 
@@ -15,10 +15,7 @@ def import_all(specs: Iterable[str]) -> None:
     """Import each 'package.module' or 'path/to/file.py', once. ConfigError names the line that failed."""
     for spec in specs:
         try:
-            if spec.endswith(".py"):
-                load_module(Path(spec))
-            else:
-                importlib.import_module(spec)
+            load_place(spec)
         except (Exception, SystemExit) as error:
             raise ConfigError(f"imports: {spec!r}: {_told(error)}") from error
 
