@@ -530,6 +530,7 @@ def test_a_log_that_cannot_be_written_is_no_traceback(
         (f"{BROKEN}/none.py:f", 2, "no such file"),
         (f"{BROKEN}/functions.py:rasing", 2, "has no 'rasing'; did you mean 'raising'?"),
         (f"{BROKEN}/functions.py:number", 2, "expected a function or class"),
+        ("builtins:max", 2, "'builtins:max' does not say which parameters it takes"),
         (f"{BROKEN}/functions.py:wrong_parameters", 2, "takes (x, y); expected (response, task, ...)"),
         (f"{BROKEN}/functions.py:raising", 1, "8 of 8 rollouts of this step are unscored"),
     ],

@@ -404,6 +404,13 @@ def lowered(batch, out):
     out.logp_N.detach().clamp_(min=-1)
     return Loss(-batch.adv_N * out.logp_N)
 
+def leaves(batch, out):
+    import sys
+    sys.exit("enough")
+
+def raises(batch, out):
+    return out.logp[0]
+
 def weigh(batch, log_N):
     return log_N.exp_()
 
@@ -497,6 +504,16 @@ def test_an_advantage_of_any_dtype_is_a_constant_number_a_token(mine: str, kind:
     logp_N = logp_now(batch)
     for _ in range(2):
         algorithm.loss(batch, Outputs(logp_N=logp_N)).loss_N.sum().backward()
+
+
+def test_a_loss_that_ends_the_process_or_raises_is_named(mine: str) -> None:
+    batch = make_batch([["paa", "pa"]], [1.0, 2.0])
+    outputs = Outputs(logp_N=logp_now(batch))
+    with pytest.raises(WhetError, match=r"loss '.*:leaves' has called sys\.exit\('enough'\)"):
+        made("grpo", loss=f"{mine}:leaves").loss(batch, outputs)
+    with pytest.raises(AttributeError) as found:
+        made("grpo", loss=f"{mine}:raises").loss(batch, outputs)
+    assert found.value.__notes__ == [f"This is an error of loss '{mine}:raises'."]
 
 
 def test_what_a_function_of_the_users_is_given_is_not_changed_in_place(mine: str) -> None:

@@ -59,6 +59,14 @@ class Behind:
 class Half:
     def __init__(self, model, ops, **how):
         self.version = 0
+
+
+def bare(model):
+    pass
+
+
+def bare_rollouts():
+    pass
 '''
 RANKS = "train.parallel={dp_replicate: 2}"
 
@@ -130,6 +138,8 @@ def test_an_engine_that_is_no_subclass_trains_the_same_bits(mine: Path, tmp_path
             "'trch' is not known; did you mean 'torch'.*or your own as 'package.module:name'",
         ),
         (("train.engine={mine}:Dampd",), "did you mean 'Damped'"),
+        (("train.engine={mine}:bare",), r"bare takes \(model\): too many positional .*TorchEngine is"),
+        (("rollout.engine={mine}:bare_rollouts",), r"bare_rollouts takes \(\); expected one .*EngineInputs"),
         (("train.engine={mine}:Half",), "got a Half without apart, beat, .*expected a whet.training.engine"),
         (
             ("train.engine={mine}:Behind", RANKS),

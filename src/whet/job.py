@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from whet.models.load import end_tokens
 from whet.models.logprob_parity import self_test
 from whet.models.lora import attach
 from whet.rewards.combine import RewardSet
-from whet.rollout.engine import EngineInputs, RolloutEngine, missing
+from whet.rollout.engine import EngineInputs, RolloutEngine, missing, takes
 from whet.rollout.needs import check_engine
 from whet.rollout.router import Router
 from whet.storage.uploads import Uploads
@@ -369,6 +370,11 @@ def open_engine(
     sampling = [p for p in plans if p.generates]
     name = cfg.rollout.engine
     make = load_object(ENGINES[name].at if name in ENGINES else name, what="rollout.engine")
+    if not takes(make, "inputs"):
+        raise ConfigError(
+            f"rollout.engine {name} takes {inspect.signature(make)}; expected one parameter, a "
+            "whet.rollout.engine.EngineInputs"
+        )
     engine = make(
         EngineInputs(
             model=model,

@@ -140,6 +140,13 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
     found = getattr(module, name)
     if not callable(found):
         raise ConfigError(f"{what} {spec!r} is {found!r}; expected a function or class")
+    if not isinstance(found, type):
+        try:
+            inspect.signature(found)
+        except ValueError as e:  # of a function in C, as max: nobody can tell what it takes
+            raise ConfigError(
+                f"{what} {spec!r} does not say which parameters it takes; give a function of yours that calls it"
+            ) from e
     return found
 
 

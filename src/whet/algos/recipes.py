@@ -288,13 +288,21 @@ def _own_weight(
 
 
 def _called(what: str, function: Callable[..., object], batch: Batch, **more: Outputs | Tensor) -> object:
-    """What a function of the user's returns. WhetError if it has changed a tensor that it was given: other optimizer
-    steps read the same tensor, or copies of it, as the batch is cut."""
+    """What a function of the user's returns. WhetError if it has ended the process, or changed a tensor that it was
+    given: other optimizer steps read the same tensor, or copies of it, as the batch is cut."""
     held = {
         f"{name}.{field}": x for name, of in {"batch": batch, **more}.items() for field, x in _tensors(of)
     }
     before = {name: x._version for name, x in held.items()}
-    result = function(batch, *more.values())
+    try:
+        result = function(batch, *more.values())
+    except SystemExit as error:  # the run would end, and not say why
+        raise WhetError(
+            f"{what} has called sys.exit({error.code!r}): raise an error in its place."
+        ) from error
+    except Exception as error:
+        error.add_note(f"This is an error of {what}.")
+        raise
     for name, x in held.items():
         if x._version != before[name]:
             raise WhetError(

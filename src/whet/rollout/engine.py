@@ -207,17 +207,16 @@ def missing(engine: object) -> list[str]:
         f"{part} (formerly {old})" if (old := _FORMERLY.get(part)) and hasattr(engine, old) else part
         for part in lacks
     ]
-    if "generate" not in lacks and not _takes(engine.generate, "request", "on_tokens"):  # type: ignore[attr-defined]
+    generate = getattr(engine, "generate", None)
+    if generate is not None and not (takes(generate, "request") and takes(generate, "request", "on_tokens")):
         told.append("generate(request: whet.types.Request, on_tokens=None)")
     return told
 
 
-def _takes(method: Callable[..., object], *given: str) -> bool:
-    """Whether it can be called with so many positional arguments, the last of which is optional."""
+def takes(function: Callable[..., object], *given: str) -> bool:
+    """Whether it can be called with so many positional arguments."""
     try:
-        signature = inspect.signature(method)
-        signature.bind(*given)
-        signature.bind(*given[:-1])
+        inspect.signature(function).bind(*given)
     except TypeError:
         return False
     return True

@@ -91,7 +91,16 @@ def made(
     **how: Any,
 ) -> TrainEngine:
     """The engine, in this process. Raises ConfigError also where what was made lacks a part of the interface."""
-    engine = maker(name, settings, on_ranks=False)(model, ops, **how, **settings)
+    make = maker(name, settings, on_ranks=False)
+    signature = inspect.signature(make)
+    try:
+        signature.bind(model, ops, **how, **settings)
+    except TypeError as e:
+        raise ConfigError(
+            f"{KEY} {name} takes {signature}: {e}; it is called as whet.training.torch.TorchEngine is: take **how for "
+            "what you do not read"
+        ) from e
+    engine = make(model, ops, **how, **settings)
     if lacks := [part for part in _PARTS if not hasattr(engine, part)]:
         raise ConfigError(
             f"{KEY} {name}: got a {type(engine).__name__} without {', '.join(lacks)}; expected a "
