@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from whet.models import paged, paged_kernel
+from whet.models import paged
 from whet.models.kernels import load
 from whet.models.segments import Bounds
 
@@ -22,10 +22,10 @@ CASES = (
 SHAPES = paged.shapes
 
 
-def in_parts(*given: Any) -> torch.Tensor:
+def in_parts(*given: Any, **how: Any) -> torch.Tensor:
     """A decode step in parts of 64 keys, that of the longest row in three."""
     with mock.patch.object(paged, "SPLIT", 64), mock.patch.object(paged, "shapes", few_keys):
-        return paged.launch(*given)
+        return paged.attended(*given, **how)
 
 
 def few_keys(*given: Any, **how: Any) -> tuple[int, dict[str, int]]:
@@ -33,7 +33,7 @@ def few_keys(*given: Any, **how: Any) -> tuple[int, dict[str, int]]:
     return queries, sizes | {"KEYS": 32}
 
 
-def worst(kernels: Any) -> float:
+def worst() -> float:
     """Rows of 1 to 150 keys, decode steps and parts of histories, over pages in random order."""
     draw, ops, found = torch.Generator().manual_seed(0), load("torch"), 0.0
     for heads, kv, size, window, cap, sunk in CASES:
@@ -41,26 +41,23 @@ def worst(kernels: Any) -> float:
         k = torch.randn(40, kv, size, 16, generator=draw)
         v = torch.randn(40, kv, 16, size, generator=draw)
         table_BP = torch.randperm(40, generator=draw).view(4, 10).int()
-        keys_B, how = (
-            torch.tensor([1, 17, 150, 64]),
-            {"scale": size**-0.5, "window": window, "softcap": cap, "sinks": sinks},
-        )
+        how: dict[str, Any] = {"table_BP": table_BP, "keys_B": torch.tensor([1, 17, 150, 64])}
+        how |= {"scale": size**-0.5, "window": window, "softcap": cap, "sinks": sinks}
         for queries_B in (None, torch.tensor([1, 17, 70, 3])):
             q = torch.randn(4 if queries_B is None else int(queries_B.sum()), heads, size, generator=draw)
-            exact = ops.attend_cached(q, k, v, table_BP=table_BP, keys_B=keys_B, queries_B=queries_B, **how)  # type: ignore[arg-type]
-            bounds = None if queries_B is None else Bounds.of(queries_B, keys_B, torch.device("cpu"))
-            place = (None, 1) if bounds is None else (bounds.query_S, bounds.longest[0])
-            keys = keys_B if bounds is None else bounds.key_S
-            weighing = (how["scale"], window or 0, cap or 0.0, sinks)
-            seen = paged.launch(kernels, q, k, v, table_BP, keys, *place, *weighing)  # type: ignore[arg-type]
+            exact = ops.attend_cached(q, k, v, queries_B=queries_B, **how)
+            bounds = None
+            if queries_B is not None:
+                bounds = Bounds.of(queries_B, how["keys_B"], torch.device("cpu"))
+            seen = paged.attended(q, k, v, bounds=bounds, **how)
             found = max(found, float((seen - exact).abs().max()))
             if queries_B is None:
-                parts = in_parts(kernels, q, k, v, table_BP, keys_B, *place, *weighing)
+                parts = in_parts(q, k, v, bounds=None, **how)
                 found = max(found, float((parts - exact).abs().max()))
                 assert torch.equal(parts[0], seen[0]), "a row of one part has the same bits"
     return found
 
 
 if __name__ == "__main__":
-    print(worst(paged_kernel))
+    print(worst())
     sys.exit(0)

@@ -63,77 +63,11 @@ def _attend_pages(
     softcap: float,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """starts: [B + 1] int32, where each row's queries begin, at most `longest` each, and keys_B is [B + 1], where its
-    keys begin; None: one query each. window, softcap: 0 where there is none."""
-    from whet.models import paged_kernel  # here: it needs Triton
+    """Runs the kernel `attend`, and `join` where a decode step has rows of more than SPLIT keys. q_NHD is contiguous,
+    as are the pages of one layer. starts: [B + 1] int32, where each row's queries begin, at most `longest` each, and
+    keys_B is [B + 1], where its keys begin; None: one query each. window, softcap: 0 where there is none."""
+    from whet.models import paged_kernel as kernels  # here: it needs Triton
 
-    return launch(
-        paged_kernel,
-        q_NHD,
-        k_pages,
-        v_pages,
-        table_BP,
-        keys_B,
-        starts,
-        longest,
-        scale,
-        window,
-        softcap,
-        sinks_H,
-    )
-
-
-attend_pages = torch.library.custom_op(
-    "whet::attend_pages", _attend_pages, mutates_args=(), device_types="cuda"
-)
-"""For tensors that are more than their memory, which a dispatch mode or a fake computes otherwise."""
-
-
-@attend_pages.register_fake
-def _like(q_NHD: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(q_NHD)
-
-
-def attended(
-    q_NHD: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    table_BP: Tensor,
-    keys_B: Tensor,
-    bounds: Bounds | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """`torch_ops.attend_cached`, where `fits`. bounds: of a prefill; None: one query a row."""
-    starts, longest = None, 1
-    if bounds is not None:
-        starts, keys_B, longest = bounds.query_S, bounds.key_S, bounds.longest[0]
-    place = (table_BP.to(q_NHD.device), keys_B.to(q_NHD.device))
-    weighing = (scale, window or 0, softcap or 0.0, None if sinks is None else sinks.detach().contiguous())
-    attend: Any = _attend_pages if type(q_NHD) is Tensor else attend_pages  # an operator costs 40 us a call
-    found: Tensor = attend(q_NHD.contiguous(), k_pages, v_pages, *place, starts, longest, *weighing)
-    return found
-
-
-def launch(
-    kernels: Any,
-    q_NHD: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    table_BP: Tensor,
-    keys_B: Tensor,
-    starts: Tensor | None,
-    longest: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """Runs `attend` of the module `kernels`, and `join` where a decode step has rows of more than SPLIT keys. q_NHD is
-    contiguous, as are the pages of one layer."""
     out = torch.empty_like(q_NHD)
     heads, kv_heads, rows, size = q_NHD.shape[1], k_pages.shape[1], len(table_BP), q_NHD.shape[2]
     queries, sizes = shapes(heads // kv_heads, size, q_NHD.element_size(), step=starts is None)
@@ -189,6 +123,41 @@ def launch(
             num_warps=1,
         )
     return out
+
+
+attend_pages = torch.library.custom_op(
+    "whet::attend_pages", _attend_pages, mutates_args=(), device_types="cuda"
+)
+"""For tensors that are more than their memory, which a dispatch mode or a fake computes otherwise."""
+
+
+@attend_pages.register_fake
+def _like(q_NHD: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(q_NHD)
+
+
+def attended(
+    q_NHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    table_BP: Tensor,
+    keys_B: Tensor,
+    bounds: Bounds | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`torch_ops.attend_cached`, where `fits`. bounds: of a prefill; None: one query a row."""
+    starts, longest = None, 1
+    if bounds is not None:
+        starts, keys_B, longest = bounds.query_S, bounds.key_S, bounds.longest[0]
+    place = (table_BP.to(q_NHD.device), keys_B.to(q_NHD.device))
+    weighing = (scale, window or 0, softcap or 0.0, None if sinks is None else sinks.detach().contiguous())
+    attend: Any = _attend_pages if type(q_NHD) is Tensor else attend_pages  # an operator costs 40 us a call
+    found: Tensor = attend(q_NHD.contiguous(), k_pages, v_pages, *place, starts, longest, *weighing)
+    return found
 
 
 def shapes(group: int, size: int, width: int, *, step: bool) -> tuple[int, dict[str, int]]:
