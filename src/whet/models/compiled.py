@@ -22,14 +22,12 @@ from torch.autograd.function import once_differentiable
 
 from whet.config.sizes import VECTOR
 from whet.models import torch_ops, triton_ops
-from whet.models.build import BuildError, library
+from whet.models.build import library
 from whet.models.products import room
 from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import ACTS, Act, Weighing
 from whet.models.triton_ops import call
 from whet.types import WhetError
-
-__all__ = ["BuildError", "build"]
 
 _CHUNK = 64
 """CHUNK of kernels.c."""
@@ -72,11 +70,6 @@ class _Cached(ctypes.Structure):
         *((name, c_int64) for name in ("rows", "table_n", "threads")),
         ("lse", c_void_p),
     ]
-
-
-def build() -> str:
-    """Compiles and loads the kernels; returns how. Raises BuildError."""
-    return library()[1]
 
 
 @cache

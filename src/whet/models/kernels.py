@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from whet.models import compiled, paged, torch_ops
+from whet.models.build import BuildError, library
 from whet.models.compiled_layers import CachedTokens, LayerNumbers, LayerWeights, cached_layers
 from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import Act, Weighing
@@ -161,23 +162,19 @@ def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
     Raises ConfigError, with the compiler's output, where `compiled` was requested and cannot be built.
     """
     if kind == "torch":
-        return Ops(
-            name="torch",
-            reason="asked for: machine.kernels=torch",
-            **{f: getattr(torch_ops, f) for f in _FUNCTIONS},
-        )
+        return _torch("asked for: machine.kernels=torch")
     try:
-        reason = compiled.build()
-    except compiled.BuildError as error:
+        _, reason = library()
+    except BuildError as error:
         if kind == "compiled":
             raise ConfigError(
                 f"machine.kernels=compiled, but the kernels cannot be built: {error}. Install a C compiler "
                 "(cc, gcc or clang) or set machine.kernels=torch."
             ) from error
-        return Ops(
-            name="torch",
-            reason=f"no compiled kernels: {error}",
-            **{f: getattr(torch_ops, f) for f in _FUNCTIONS},
-        )
+        return _torch(f"no compiled kernels: {error}")
     functions = {f: getattr(compiled, f) for f in _FUNCTIONS}
     return Ops(name="compiled", reason=reason, cached_layers=cached_layers, **functions)
+
+
+def _torch(reason: str) -> Ops:
+    return Ops(name="torch", reason=reason, **{f: getattr(torch_ops, f) for f in _FUNCTIONS})
