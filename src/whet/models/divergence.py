@@ -6,7 +6,6 @@ Shape letters: A rows asked for, D hidden, V vocabulary, S tokens that are compa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.algos.distillation import Divergence, TopK, of_support
-from whet.models.logprobs import OutputHead, Temperature, logits, slope, temperature_of
+from whet.models.logprobs import OutputHead, Temperature, cast, logits, slope, temperature_of
 from whet.models.products import column_sums, product
 from whet.types import WhetError
 
@@ -80,7 +79,8 @@ class _Job:
         if self.of.top is None:
             return z_AV, logp_AV, _Support(logp_AV, logq_AV)
         token_AS, kept_AS = self._likely(self.of.top, logp_AV, logq_AV)
-        logp_AS, logq_AS = at(self.head, logp_AV, token_AS), at(self.reference, logq_AV, token_AS)
+        logp_AS = self.head.of_tokens(logp_AV, token_AS)
+        logq_AS = self.reference.of_tokens(logq_AV, token_AS)
         return z_AV, logp_AV, _Support(logp_AS, logq_AS, kept_AS, token_AS)
 
     def _likely(self, top: TopK, logp_AV: Tensor, logq_AV: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -117,19 +117,6 @@ def likeliest(head: OutputHead, logp_AV: Tensor, *, k: int, below: int) -> Tenso
     return tokens_AW.gather(1, every_AW.topk(min(k, below)).indices).long()
 
 
-def at(head: OutputHead, logp_AV: Tensor, token_AS: Tensor) -> Tensor:
-    """[A, S] the log-probs of some tokens of the whole vocabulary."""
-    row_AS, own_AS = _rows(head, token_AS)
-    return head.add(torch.where(own_AS, logp_AV.gather(1, row_AS), 0.0))
-
-
-def _rows(head: OutputHead, token_AS: Tensor) -> tuple[Tensor, Tensor]:
-    """(row of each token in this rank's part of a vocabulary, whether it is this rank's)."""
-    if head.vocabulary is None:
-        return token_AS, torch.ones_like(token_AS, dtype=torch.bool)
-    return head.vocabulary.local(token_AS)
-
-
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -154,41 +141,25 @@ class _Divergence(torch.autograd.Function):
         """d / d logit_v = g_v - p_v (sum of g), g_v the derivative by log p_v, 0 of tokens that are not compared."""
         hidden_AD, weight_VD, bias_V, reference_AD = ctx.saved_tensors
         job: _Job = ctx.job
-
-        def slopes(rows: slice) -> tuple[Tensor, Tensor]:
+        dhidden_AD = torch.empty_like(hidden_AD)
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        dbias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        for rows in job.spans(len(hidden_AD)):
             z_AV, logp_AV, s = job.compared(hidden_AD, reference_AD, rows)
             g_AS = of_support(job.of, s.logp_AS, s.logq_AS, s.kept_AS)[1]
             dz_AV = logp_AV.exp().mul_(-job.whole(g_AS.sum(-1))[:, None])
             if s.token_AS is None:
                 dz_AV += g_AS
             else:
-                row_AS, own_AS = _rows(job.head, s.token_AS)
+                row_AS, own_AS = job.head.local(s.token_AS)
                 dz_AV.scatter_add_(1, row_AS, torch.where(own_AS, g_AS, 0.0))
-            return z_AV, dz_AV.mul_(dfound_A[rows, None])
-
-        return *_gradients(job, slopes, hidden_AD, weight_VD, bias_V), None, None
-
-
-def _gradients(
-    job: _Job,
-    slopes: Callable[[slice], tuple[Tensor, Tensor]],
-    hidden_AD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the hidden states, the weight and the bias. slopes: of some rows, [A, V] the logits and the
-    derivative of the loss by them."""
-    dhidden_AD = torch.empty_like(hidden_AD)
-    dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-    dbias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
-    for at in job.spans(len(hidden_AD)):
-        z_AV, dz_AV = slopes(at)
-        steep = slope(z_AV, job.head, temperature_of(job.temperature, at))
-        dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
-        product(dz_AV, weight_VD, out=dhidden_AD[at])
-        product(dz_AV.t(), hidden_AD[at], out=dweight_VD, add=True)
-        if dbias_V is not None:
-            dbias_V += column_sums(dz_AV)
-    job.head.add(dhidden_AD)
-    db_V = dbias_V if bias_V is None or dbias_V is None else dbias_V.to(bias_V.dtype)
-    return dhidden_AD, dweight_VD.to(weight_VD.dtype), db_V
+            dz_AV.mul_(dfound_A[rows, None])
+            steep = slope(z_AV, job.head, temperature_of(job.temperature, rows))
+            dz_AV = (dz_AV if steep is None else dz_AV.mul_(steep)).to(weight_VD.dtype)
+            product(dz_AV, weight_VD, out=dhidden_AD[rows])
+            product(dz_AV.t(), hidden_AD[rows], out=dweight_VD, add=True)
+            if dbias_V is not None:
+                dbias_V += column_sums(dz_AV)
+            del z_AV, logp_AV, s, g_AS, dz_AV  # before the next rows' logits come
+        job.head.add(dhidden_AD)
+        return dhidden_AD, cast(dweight_VD, weight_VD), cast(dbias_V, bias_V), None, None

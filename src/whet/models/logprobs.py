@@ -78,6 +78,17 @@ class OutputHead:
         """The sum over the vocabulary from sums over its parts, in place."""
         return x if self.vocabulary is None else self.vocabulary.add(x)
 
+    def local(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(row of each token in this rank's part, whether it is this rank's)."""
+        if self.vocabulary is None:
+            return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
+        return self.vocabulary.local(token_ids)
+
+    def of_tokens(self, logp_AV: Tensor, token_AS: Tensor) -> Tensor:
+        """[A, S] the log-probs of some tokens of the whole vocabulary."""
+        row_AS, own_AS = self.local(token_AS)
+        return self.add(torch.where(own_AS, logp_AV.gather(1, row_AS), 0.0))
+
 
 Temperature: TypeAlias = float | Tensor
 """What logits are divided by, above 0: one number for all rows, or [A]."""
@@ -198,11 +209,7 @@ def discriminants(
         logp_AV = head.log_softmax(logits(head, hidden_AD[at], temperature_of(temperature, at)))
         p_AV = logp_AV.exp()
         entropy_A = head.add(torch.special.entr(p_AV).sum(-1))
-        row_A, own_A = (
-            (targets_A[at], None) if head.vocabulary is None else head.vocabulary.local(targets_A[at])
-        )
-        logp_A = logp_AV.gather(1, row_A[:, None]).squeeze(1)
-        logp_A = logp_A if own_A is None else head.add(torch.where(own_A, logp_A, 0.0))
+        logp_A = head.of_tokens(logp_AV, targets_A[at, None]).squeeze(1)
         out_A[at] = logp_A.exp() * (entropy_A + logp_A)
         if centred:
             out_A[at] -= head.add((p_AV.square_() * logp_AV.add_(entropy_A[:, None])).sum(-1))
@@ -308,7 +315,7 @@ class _TokenLogprobs(torch.autograd.Function):
             job.head.add(dhidden_AD)
         if kept is not None:  # it holds its own gradient now: a second backward must fail, not read it
             torch.autograd.graph.increment_version(kept)
-        return dhidden_AD, _cast(dweight_VD, weight_VD), _cast(dbias_V, bias_V), None, None
+        return dhidden_AD, cast(dweight_VD, weight_VD), cast(dbias_V, bias_V), None, None
 
 
 def slope(z_AV: Tensor, head: OutputHead, temperature: Temperature) -> Tensor | float | None:
@@ -321,5 +328,5 @@ def slope(z_AV: Tensor, head: OutputHead, temperature: Temperature) -> Tensor | 
     return tanh_AV.square_().neg_().add_(1.0).mul_(factor)
 
 
-def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+def cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     return gradient if gradient is None or like is None else gradient.to(like.dtype)
