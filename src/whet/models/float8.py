@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from whet.models.quantised import SIDE, Scaling, check_products, filled, multiplied, quantised
 
@@ -42,8 +44,12 @@ def products(scaling: Scaling, plain: Sequence[nn.Module] = ()) -> Iterator[None
             _ACTIVE.reset(token)
 
 
-def recomputing() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of torch's checkpoint: what the forward computes in float8, its repetition does, too."""
+def recomputed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, computed again in the backward pass: what the forward computes in float8, its repetition does, too."""
+    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, context_fn=_again)
+
+
+def _again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     mode = _ACTIVE.get()
     return nullcontext(), nullcontext() if mode is None else products(mode.scaling, mode.plain)
 

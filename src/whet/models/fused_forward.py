@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
 from whet.guard import pulse
 from whet.models.activations import KnownOutputs, LayerOutput
 from whet.models.attention import Attend, CachedAttention, PackedAttention
 from whet.models.compiled_layers import LayerNumbers, LayerWeights
 from whet.models.experts import Experts, by_expert, computed, gate_and_up, weighed
-from whet.models.float8 import recomputing
+from whet.models.float8 import recomputed
 from whet.models.kernels import Ops, load
 from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.models.products import linear
@@ -157,9 +156,7 @@ def functional(model: Any, ops: Ops, *, family: Family, compile: bool = False) -
         )
         run: Callable[..., tuple[Tensor, Tensor]] = step
         if checkpoint:
-            run = partial(
-                recompute, step, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing
-            )
+            run = recomputed(step)
         delta_UD: Tensor | None = None
         done = whole(h_UD, attend, cos_UD, sin_UD) if begins else None
         if done is not None:

@@ -12,19 +12,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.guard import pulse
 from whet.models.attention import Attend, PackedAttention, register_hf_attention
 from whet.models.experts import mixed
-from whet.models.float8 import recomputing
+from whet.models.float8 import recomputed
 from whet.models.fused_forward import STATIC_ROPE, rope_type
 from whet.models.kernels import Ops
 from whet.models.logprobs import OutputHead, logits
@@ -82,7 +80,7 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
         if route is not None:
             run = [asking(f, route, layer_number(block)) for f, block in zip(run, blocks)]
         if checkpoint:
-            run = [recomputed(f, products) for f in run]
+            run = [recomputed_in(f, products) for f in run]
         with _in_place(blocks, run), products(), watching() if nothing else nullcontext():
             out = base(
                 # a later part of a pipeline begins with the hidden states of the part before
@@ -128,16 +126,16 @@ class Nobody:
         return torch.cat((out_NHD, q_NHD.new_zeros(1, *out_NHD.shape[1:])))
 
 
-def recomputed(
+def recomputed_in(
     forward: Callable[..., Any], products: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
-    """The same, computed again in the backward pass. (transformers' own switch needs train(), hence dropout.)"""
+    """`recomputed` within these products. (transformers' own switch needs train(), hence dropout.)"""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with products():  # the second time nothing else is around it
             return forward(*args, **kwargs)
 
-    return partial(recompute, run, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing)
+    return recomputed(run)
 
 
 @contextmanager

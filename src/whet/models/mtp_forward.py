@@ -12,13 +12,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recompute
 from transformers import PreTrainedModel
 
 from whet.models.attention import Attend
-from whet.models.float8 import recomputing
+from whet.models.float8 import recomputed
 from whet.models.fused_forward import Family, known_family, layer_of, one_layer, rope
-from whet.models.hf_forward import Nobody, recomputed
+from whet.models.hf_forward import Nobody, recomputed_in
 from whet.models.kernels import Ops
 from whet.models.mtp import MtpLayer
 from whet.models.products import Everywhere, linear
@@ -76,9 +75,7 @@ def _functional(model: Any, layer: MtpLayer, ops: Ops, *, family: Family) -> Mtp
         cos_UD, sin_UD = rope(rotary, position_U)
         step: Callable[..., Tensor] = partial(run, attend=attend, cos_UD=cos_UD, sin_UD=sin_UD)
         if checkpoint:
-            step = partial(
-                recompute, step, use_reentrant=False, preserve_rng_state=False, context_fn=recomputing
-            )
+            step = recomputed(step)
         return within(layer.module, step, embedded_UD, hidden_UD)
 
     return hidden
@@ -113,7 +110,7 @@ def _modules(model: PreTrainedModel, layer: MtpLayer) -> MtpHidden:
             position_U, attend = position_U.new_zeros(1), Nobody(attend)
         step: Callable[..., Tensor] = partial(run, attend=attend, position_U=position_U)
         if checkpoint:
-            step = recomputed(step, Everywhere)
+            step = recomputed_in(step, Everywhere)
         with Everywhere():
             states_UD = within(layer.module, step, embedded_UD, hidden_UD)
         return states_UD[:0] if nothing else states_UD
