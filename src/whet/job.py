@@ -305,9 +305,8 @@ def open_saver(
         best=lambda: saver.best(),
         record=run_dir / "uploads.json",
     )
-    named = (
-        [Path(c.resume)] if c.resume not in RESUME else []
-    )  # a checkpoint that the user goes on from stays
+    # a checkpoint that the user goes on from stays
+    named = [Path(c.resume)] if c.resume not in RESUME else []
     saver = Saver(
         root,
         keep=keep,

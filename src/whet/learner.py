@@ -265,9 +265,8 @@ class Learner:
         if self.references and "kl_zero" in algorithm.needs:
             reference = self.references[0].forward
             found["kl_zero_R"] = kl_zero(batch, policy=self.policy.forward, reference=reference)
-        reprompted = (
-            batch.reprompted if algorithm.full_kl_coef else None
-        )  # else the update reads logp_ref_N alone
+        # else the update reads logp_ref_N alone
+        reprompted = batch.reprompted if algorithm.full_kl_coef else None
         return replace(batch, reprompted=reprompted, **found)
 
     def implicit_rewards(self, step: int, batch: Batch, how: Implicit) -> Batch:

@@ -434,9 +434,8 @@ def _own(row: Row, column: str | None) -> str | None:
 def _number(row: Row, column: str) -> float:
     value = _required(row, column, "difficulty")
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if (
-        not number or not -_LARGEST <= value <= _LARGEST
-    ):  # a whole number can be too large for a float; NaN is neither
+    # a whole number can be too large for a float; NaN is neither
+    if not number or not -_LARGEST <= value <= _LARGEST:
         raise DataError(_wrong(column, value, "a finite number"))
     return float(value)
 

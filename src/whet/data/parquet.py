@@ -69,9 +69,8 @@ def read_parquet(file: Path, columns: Collection[str] | None = None, *, limit: i
             raise DataError(
                 f"{file}: has none of the columns {', '.join(columns)}; columns: {', '.join(schema.names) or 'none'}"
             )
-        opened.scan_contents(
-            wanted
-        )  # in little memory; to ask a damaged group what it holds would end the process
+        # in little memory; to ask a damaged group what it holds would end the process
+        opened.scan_contents(wanted)
         empty = schema.empty_table().select(wanted)
         groups = _groups(opened, file, most, wanted, empty.schema, limit)
         table = pa.concat_tables([empty, *groups]).slice(0, limit)

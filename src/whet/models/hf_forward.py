@@ -68,9 +68,8 @@ def modules(model: PreTrainedModel, config: Any, *, compile: bool = False) -> Ca
         route: Route | None = None,
     ) -> Tensor:
         nothing = len(token_ids_U) == 0
-        if (
-            nothing
-        ):  # modules cannot compute that, and other ranks may wait for this one in the middle of them
+        # modules cannot compute that, and other ranks may wait for this one in the middle of them
+        if nothing:
             token_ids_U, position_U = (
                 token_ids_U.new_zeros(1, *token_ids_U.shape[1:]),
                 position_U.new_zeros(1),

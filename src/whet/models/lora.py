@@ -568,9 +568,8 @@ def _as_peft(model: PreTrainedModel, cfg: LoraConfig) -> Iterator[_Told]:
     layers = adapted(model)
     for name, layer in layers.items():
         at, experts = name, 0
-        if isinstance(
-            layer, LoraStack
-        ):  # peft wraps the experts once for each stack; the last is the outermost
+        # peft wraps the experts once for each stack; the last is the outermost
+        if isinstance(layer, LoraStack):
             at, _, stack = name.rpartition(".")
             stacks = [n for n in STACKS if f"{at}.{n}" in layers]
             at, experts = at + ".base_layer" * (len(stacks) - 1 - stacks.index(stack)), len(layer.weight)

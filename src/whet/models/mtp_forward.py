@@ -103,9 +103,8 @@ def _modules(model: PreTrainedModel, layer: MtpLayer) -> MtpHidden:
         embedded_UD: Tensor, hidden_UD: Tensor, position_U: Tensor, attend: Attend, *, checkpoint: bool
     ) -> Tensor:
         nothing = len(position_U) == 0
-        if (
-            nothing
-        ):  # modules cannot compute that, and other ranks may wait for this one in the middle of them
+        # modules cannot compute that, and other ranks may wait for this one in the middle of them
+        if nothing:
             embedded_UD, hidden_UD = (F.pad(x, (0, 0, 0, 1)) for x in (embedded_UD, hidden_UD))
             position_U, attend = position_U.new_zeros(1), Nobody(attend)
         step: Callable[..., Tensor] = partial(run, attend=attend, position_U=position_U)

@@ -163,9 +163,8 @@ def packed(name: str, x: Tensor, noise: torch.Generator) -> State:
     above = torch.bucketize(blocks, table, out_int32=True).clamp_(max=len(table) - 1)
     low, high = table[(above - 1).clamp_(min=0)], table[above]
     down = torch.rand(blocks.shape, generator=noise, device=x.device) * (high - low) >= blocks - low
-    if (
-        name == SQUARE
-    ):  # a second moment of 0 would make the next step up to 1 / sqrt(1 - beta2) times too large
+    # a second moment of 0 would make the next step up to 1 / sqrt(1 - beta2) times too large
+    if name == SQUARE:
         down &= low > 0
     codes = (above - (down & (above > 0)).int()).to(torch.uint8)
     return {name: codes.flatten()[: len(flat)].view(x.shape), f"{name}_scale": scale}

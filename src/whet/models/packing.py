@@ -89,9 +89,8 @@ def layout(batch: Batch, *, share_prompts: bool, ahead: int = 0, whole: bool = F
 def spread(packed: PackedLayout, x_U: Tensor) -> Tensor:
     """[N] what computed tokens have, for the tokens of the batch; a shared prompt's to all that share it; 0 for tokens
     that are not computed. x_U may have further dims."""
-    next_N = F.pad(
-        packed.predictor_N[1:], (0, 1), value=-1
-    )  # what predicts the next token is the token itself
+    # what predicts the next token is the token itself
+    next_N = F.pad(packed.predictor_N[1:], (0, 1), value=-1)
     found_N = x_U[next_N.clamp(min=0)]
     return found_N.masked_fill((next_N < 0).view(-1, *[1] * (x_U.ndim - 1)), 0)
 

@@ -282,9 +282,8 @@ class DataParallel:
                 p.grad = torch.zeros_like(p)
         gradients = {n: p.grad for n, p in rest.items() if p.grad is not None}
         for bucket in _buckets([*gradients.values(), *(g for n, g in wide.items() if n in rest)]):
-            flat = torch.cat([g.flatten() for g in bucket]).to(
-                self.mesh.device_type
-            )  # some may be on the host
+            # some may be on the host
+            flat = torch.cat([g.flatten() for g in bucket]).to(self.mesh.device_type)
             dist.all_reduce(flat, group=group)
             for g, summed in zip(bucket, flat.split([g.numel() for g in bucket])):
                 g.copy_(summed.view_as(g))

@@ -239,9 +239,8 @@ def _parts(name: str, about: Mapping[str, Any], handles: Sequence[Any]) -> _Stor
             raise ValueError(f"{piece.key} has the shape {said}, its index says {piece.size}")
         boxes.append((int(number), piece.key, piece.start, piece.size))
     if (missing := math.prod(shape) - sum(math.prod(size) for *_, size in boxes)) > 0:
-        raise ValueError(
-            f"{missing} values of {name} are missing from its parts"
-        )  # before memory is taken for them
+        # before memory is taken for them
+        raise ValueError(f"{missing} values of {name} are missing from its parts")
     return _Stored(dtype, shape, boxes)
 
 

@@ -64,9 +64,8 @@ class Replica:
         self.asked[work] = answer
         self.changed(self)
         work.add_done_callback(self._ended)
-        answer.add_done_callback(
-            lambda _: work.cancel()
-        )  # nobody waits for it any more; nothing if it has ended
+        # nobody waits for it any more; nothing if it has ended
+        answer.add_done_callback(lambda _: work.cancel())
         return answer
 
     def _ended(self, work: Work) -> None:

@@ -145,9 +145,8 @@ def _style(axis: Axes, found: Series) -> None:
     axis.set_axisbelow(True)
     first, last = found.stages[0][1], found.stages[-1][2]
     pad = 0.01 * max(last - first, 10)
-    axis.set_xlim(
-        first - pad, last + pad
-    )  # not of the points alone: a run may begin in the middle of a stage
+    # not of the points alone: a run may begin in the middle of a stage
+    axis.set_xlim(first - pad, last + pad)
     for _, first, _ in found.stages[1:]:
         axis.axvline(first, color=GREY, linewidth=1, linestyle=(0, (2, 3)))
     if axis.get_legend_handles_labels()[0]:

@@ -415,9 +415,8 @@ class Runner:
         slots, _, _, cells, _, lengths = rows.state.tolist()
         spans = [slice(slots[i] * self.columns, cells[i]) for i in at]
         said = [
-            torch.cat(
-                [x[span] for span in spans]
-            ).tolist()  # of all rows, so that the host waits once for each
+            # of all rows, so that the host waits once for each
+            torch.cat([x[span] for span in spans]).tolist()
             for x in (self.token, self.logp, self.sample_logp)
         ]
         start = 0

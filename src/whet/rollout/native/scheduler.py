@@ -195,9 +195,8 @@ class Scheduler:
         history, group = next(iter(self.waiting.items()))
         if group.chain is None:
             group.chain = digests(history, size)
-        cached = self.pages.prefix(
-            group.chain[: (len(history) - 1) // size]
-        )  # the last token is computed: it samples
+        # the last token is computed: it samples
+        cached = self.pages.prefix(group.chain[: (len(history) - 1) // size])
         missing = len(history) - len(cached) * size
         if missing > left and (missing <= self.prefill_tokens or left < size):
             return None  # whole in the next prefill
