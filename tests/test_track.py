@@ -28,9 +28,9 @@ from whet.config.plan import plans
 from whet.config.schema import Config, TrackConfig
 from whet.guard import pulse
 from whet.guard.watch import Watch
-from whet.track import curve, display, metrics, report
+from whet.track import curve, display, metrics, report, show
 from whet.track.monitor import Monitor
-from whet.track.overview import numbers_of
+from whet.track.overview import StageNumbers, numbers_of
 from whet.track.overview import read as read_run
 from whet.track.record import RunDirectory
 from whet.track.timeline import Timeline
@@ -405,10 +405,9 @@ def test_foreign_text_cannot_command_the_terminal() -> None:
 
 
 def test_the_final_report() -> None:
-    stage = report.StageReport(
-        name="grpo", steps=300, seconds=31.0, tokens=184_000, held_out_start=0.25, held_out_end=None
-    )
-    example = report.Example(
+    stage = StageNumbers("grpo", steps=300, seconds=31.0, tokens=184_000, rewards=[], held_out=[0.25, 0.5])
+    other = StageNumbers("sft", steps=3, seconds=None, tokens=950, rewards=[], held_out=[])
+    example = show.Example(
         prompt="batad>",
         answer="datab",
         before="batad",
@@ -418,11 +417,12 @@ def test_the_final_report() -> None:
     )
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as captured:
-        console.print(report.final_report([stage], examples=[example], curve=Path("runs/x/curve.png")))
+        console.print(show.final_report([stage, other], examples=[example], curve=Path("runs/x/curve.png")))
     lines = [" ".join(line.split()) for line in captured.get().splitlines()]
     assert lines == [
         "stage steps time tokens held-out start held-out end",
-        "grpo 300 0:31 184.0k 0.250 -",
+        "grpo 300 0:31 184.0k 0.250 0.500",
+        "sft 3 - 950 - -",
         "",
         "prompt expected before after",
         "batad> datab batad [b]datab",
@@ -436,14 +436,12 @@ def test_a_task_without_an_answer_expects_none_in_the_report(
     answers: tuple[str | None, ...], said: str
 ) -> None:
     examples = [
-        report.Example(
-            prompt="p", answer=answer, before="b", after="a", passed_before=True, passed_after=True
-        )
+        show.Example(prompt="p", answer=answer, before="b", after="a", passed_before=True, passed_after=True)
         for answer in answers
     ]
     console = Console(file=io.StringIO(), width=100)
     with console.capture() as captured:
-        console.print(report.final_report([], examples=examples, curve=None))
+        console.print(show.final_report([], examples=examples, curve=None))
     table = [line.split() for line in captured.get().splitlines()][-len(answers) - 1 :]
     assert table[:2] == [
         ["prompt", *["expected"] * bool(said), "before", "after"],

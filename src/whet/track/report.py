@@ -1,41 +1,13 @@
-"""The final report of a run, and the formatting of numbers and foreign text for a screen."""
+"""The formatting of tables, numbers and foreign text for a screen."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageReport:
-    """One stage in the final report; None where it is not known."""
-
-    name: str
-    steps: int
-    seconds: float | None
-    tokens: float
-    held_out_start: float | None
-    held_out_end: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One held-out task, with replies from before and after training."""
-
-    prompt: str
-    answer: str | None
-    """None: its task has no reference answer."""
-    before: str
-    after: str
-    passed_before: bool
-    passed_after: bool
 
 
 def columns(*titles: str, left: Collection[int] = (0,), gap: int = 3, **how: Any) -> Table:
@@ -47,37 +19,6 @@ def columns(*titles: str, left: Collection[int] = (0,), gap: int = 3, **how: Any
     for place, title in enumerate(titles):
         made.add_column(Text(title), justify="left" if place in left else "right", **how)
     return made
-
-
-def final_report(
-    stages: Sequence[StageReport], *, examples: Sequence[Example], curve: Path | None
-) -> RenderableType:
-    """The result of a run: a line per stage, replies before and after, the path of the plot."""
-    table = columns("stage", "steps", "time", "tokens", "held-out start", "held-out end")
-    for s in stages:
-        held_out = map(share, (s.held_out_start, s.held_out_end))
-        table.add_row(s.name, str(s.steps), duration(s.seconds), count(s.tokens), *held_out)
-    parts: list[RenderableType] = [table]
-    if examples:
-        parts += ["", _examples(examples)]
-    if curve is not None:
-        parts += ["", Text.assemble(("curve ", "dim"), str(curve))]
-    return Group(*parts)
-
-
-def _examples(examples: Sequence[Example]) -> Table:
-    answered = any(e.answer is not None for e in examples)
-    titles = ("prompt", *["expected"] * answered, "before", "after")
-    table = columns(*titles, left=range(4), overflow="fold")
-    for e in examples:
-        answer = Text("-", "dim") if e.answer is None else Text(shorten(e.answer))
-        table.add_row(
-            Text(shorten(e.prompt)),
-            *[answer] * answered,
-            Text(shorten(e.before), "green" if e.passed_before else "red"),
-            Text(shorten(e.after), "green" if e.passed_after else "red"),
-        )
-    return table
 
 
 def printable(text: str) -> str:

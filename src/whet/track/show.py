@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +27,7 @@ from whet.track.metrics import HELD_OUT, is_evaluation
 from whet.track.overview import (
     Lines,
     RunRecord,
+    StageNumbers,
     asked,
     checkpoints,
     failures,
@@ -40,17 +42,7 @@ from whet.track.overview import (
     state_of,
     tokenizer_of,
 )
-from whet.track.report import (
-    Example,
-    StageReport,
-    columns,
-    count,
-    duration,
-    final_report,
-    printable,
-    share,
-    shorten,
-)
+from whet.track.report import columns, count, duration, printable, share, shorten
 from whet.track.written import list_steps, read_rollouts
 from whet.types import DataError, Json, Message
 
@@ -257,20 +249,52 @@ def _newest(run: RunRecord) -> Table | None:
 def report(run_dir: Path, *, curve: Path | None = None, examples: int = 3) -> RenderableType:
     """`final_report` of a run, from its directory."""
     run = read(run_dir)
-    stages = [_stage_report(run, stage) for stage in run.stages]
+    stages = [numbers_of(run, stage) for stage in run.stages]
     return final_report(stages, examples=before_and_after(run, limit=examples), curve=curve)
 
 
-def _stage_report(run: RunRecord, stage: str) -> StageReport:
-    found = numbers_of(run, stage)
-    return StageReport(
-        name=stage,
-        steps=found.steps,
-        seconds=found.seconds,
-        tokens=found.tokens,
-        held_out_start=found.held_out[0] if found.held_out else None,
-        held_out_end=found.held_out[-1] if found.held_out else None,
-    )
+def final_report(
+    stages: Sequence[StageNumbers], *, examples: Sequence[Example], curve: Path | None
+) -> RenderableType:
+    """The result of a run: a line per stage, replies before and after, the path of the plot."""
+    table = columns("stage", "steps", "time", "tokens", "held-out start", "held-out end")
+    for s in stages:
+        held_out = (share(s.held_out[at] if s.held_out else None) for at in (0, -1))
+        table.add_row(s.name, str(s.steps), duration(s.seconds), count(s.tokens), *held_out)
+    parts: list[RenderableType] = [table]
+    if examples:
+        parts += ["", _examples(examples)]
+    if curve is not None:
+        parts += ["", Text.assemble(("curve ", "dim"), str(curve))]
+    return Group(*parts)
+
+
+def _examples(examples: Sequence[Example]) -> Table:
+    answered = any(e.answer is not None for e in examples)
+    titles = ("prompt", *["expected"] * answered, "before", "after")
+    table = columns(*titles, left=range(4), overflow="fold")
+    for e in examples:
+        answer = Text("-", "dim") if e.answer is None else Text(shorten(e.answer))
+        table.add_row(
+            Text(shorten(e.prompt)),
+            *[answer] * answered,
+            Text(shorten(e.before), "green" if e.passed_before else "red"),
+            Text(shorten(e.after), "green" if e.passed_after else "red"),
+        )
+    return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One held-out task, with replies from before and after training."""
+
+    prompt: str
+    answer: str | None
+    """None: its task has no reference answer."""
+    before: str
+    after: str
+    passed_before: bool
+    passed_after: bool
 
 
 def before_and_after(run: RunRecord, *, limit: int) -> list[Example]:
