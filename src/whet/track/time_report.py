@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean, median
 
@@ -343,13 +344,10 @@ def _crews(processes: Sequence[Process]) -> Table:
                 table.add_row(Text(printable(p.name)), "", *_numbers([p]))
             continue
         table.add_row(Text(printable(f"{of} ({len(some)})")), Text("mean", "dim"), *_numbers(some))
-        for which, p in (("least", min(some, key=_busy)), ("most", max(some, key=_busy))):
+        busy = attrgetter("busy")
+        for which, p in (("least", min(some, key=busy)), ("most", max(some, key=busy))):
             table.add_row(Text(f"  {printable(p.name)}"), Text(which, "dim"), *_numbers([p]))
     return table
-
-
-def _busy(process: Process) -> float:
-    return process.busy
 
 
 def _numbers(some: Sequence[Process]) -> list[str | Text]:
