@@ -24,11 +24,11 @@ from typing import Any
 from whet import seeds
 from whet.guard.foreign import words
 from whet.models.kernels import Ops
-from whet.rollout.engine import Capabilities, OnTokens, Part, WeightUpdate
+from whet.rollout.engine import PLAIN, Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import MOST_TOLD, UNREADABLE, Call, Calls, Unreachable, reading
 from whet.rollout.http.canary import Canary
 from whet.rollout.http.published import Written
-from whet.rollout.http.served import Taking, choices_of, finite, likeliest
+from whet.rollout.http.served import Taking, choices_of, finite, scored_prompt
 from whet.rollout.requests import RequestError, ends_of
 from whet.rollout.weights import copy_weights
 from whet.types import (
@@ -141,12 +141,11 @@ class OpenAIApi:
 
     def check(self, sampling: Sampling) -> None:
         """See `ServerApi`."""
-        plain = Sampling()
         for name in OPTIONAL:
-            if getattr(sampling, name) != getattr(plain, name) and name not in self.is_.takes:
+            if getattr(sampling, name) != getattr(PLAIN, name) and name not in self.is_.takes:
                 raise RequestError(
                     f"{name}={getattr(sampling, name):g}: {self.calls.url} does not say that it takes {name} "
-                    f"(/openapi.json), and might ignore it; leave it at {getattr(plain, name):g}"
+                    f"(/openapi.json), and might ignore it; leave it at {getattr(PLAIN, name):g}"
                 )
 
     async def completed(self, request: Request, weights: int, on_tokens: OnTokens | None) -> Completion:
@@ -195,15 +194,8 @@ class OpenAIApi:
         said = await self.calls.ask(SCORE, body)
         self._requests += 1
         self._tokens += len(request.token_ids)
-        given = request.token_ids[request.start :]
         with reading(self.calls.url, SCORE):
-            rows = _choice(said)["prompt_logprobs"][request.start :]
-            told = [row[str(token)]["logprob"] for token, row in zip(given, rows, strict=True)]
-            return TokenLogprobs(
-                version=weights,
-                logprobs=[finite(value, self.calls.url) for value in told],
-                top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
-            )
+            return scored_prompt(_choice(said)["prompt_logprobs"], request, weights, self.calls.url)
 
     async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`. Nothing is sent: the server has the weights already, or it is refused."""

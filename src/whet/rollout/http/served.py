@@ -295,8 +295,23 @@ def choices_of(event: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def likeliest(row: Mapping[str, Mapping[str, Any]], count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens of a position of a prompt, likeliest first, as vLLM tells them by their ids; the given token
-    is among them, too."""
+def scored_prompt(
+    rows: Sequence[Mapping[str, Mapping[str, Any]]], request: ScoreRequest, version: int, name: str
+) -> TokenLogprobs:
+    """Of `prompt_logprobs`, as vLLM tells them: a row for each position, by the tokens' ids."""
+    rows = rows[request.start :]
+    told = [
+        row[str(token)]["logprob"]
+        for token, row in zip(request.token_ids[request.start :], rows, strict=True)
+    ]
+    return TokenLogprobs(
+        version=version,
+        logprobs=[finite(value, name) for value in told],
+        top=[_likeliest(row, request.top_k) for row in rows] if request.top_k else [],
+    )
+
+
+def _likeliest(row: Mapping[str, Mapping[str, Any]], count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens of a position of a prompt, likeliest first; the given token is among them, too."""
     ranked = sorted((told["rank"], int(token), float(told["logprob"])) for token, told in row.items())
     return [(token, value) for rank, token, value in ranked if rank <= count]

@@ -31,7 +31,7 @@ import numpy as np
 from whet import seeds
 from whet.guard.foreign import words
 from whet.models.routing import Routes
-from whet.rollout.engine import FILTERS, PARTS, Capabilities, OnTokens, Part, WeightUpdate
+from whet.rollout.engine import FILTERS, PARTS, PLAIN, Capabilities, OnTokens, Part, WeightUpdate
 from whet.rollout.http.calls import MOST_TOLD, Call, Calls, reading
 from whet.rollout.http.published import Folder
 from whet.rollout.http.routed import of_buffer
@@ -333,8 +333,7 @@ def _of_sampling(told: list[float], sampling: Sampling) -> list[float] | None:
     """Under the distribution that was sampled; it is told from before the filters."""
     if sampling.temperature == 0:
         return [0.0] * len(told)
-    plain = Sampling()
-    return told if all(getattr(sampling, n) == getattr(plain, n) for n in FILTERS) else None
+    return told if all(getattr(sampling, n) == getattr(PLAIN, n) for n in FILTERS) else None
 
 
 def _of_min_tokens(held: Completion, rest: list[Completion]) -> Completion:

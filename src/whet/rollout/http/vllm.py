@@ -22,7 +22,7 @@ from whet.rollout.engine import PARTS, Capabilities, OnTokens, Part, WeightUpdat
 from whet.rollout.http.calls import Call, Calls, reading
 from whet.rollout.http.published import Folder
 from whet.rollout.http.routed import of_file
-from whet.rollout.http.served import Taking, choices_of, finite, likeliest, through_folder
+from whet.rollout.http.served import Taking, choices_of, finite, scored_prompt, through_folder
 from whet.rollout.http.supported import Detected, detect
 from whet.rollout.requests import ends_of
 from whet.types import (
@@ -159,15 +159,9 @@ class VllmApi:
         async with self._alone if self.folder.adapters else nullcontext():
             said = await self.calls.ask(SCORE, body)
         name = self.calls.url
-        given = request.token_ids[request.start :]
         with reading(name, SCORE):
-            rows = said["prompt_logprobs"][request.start :]
-            told = [row[str(token)]["logprob"] for token, row in zip(given, rows, strict=True)]
-            return TokenLogprobs(
-                version=_spans(_choice(said), name)[-1].version,
-                logprobs=[finite(value, name) for value in told],
-                top=[likeliest(row, request.top_k) for row in rows] if request.top_k else [],
-            )
+            version = _spans(_choice(said), name)[-1].version
+            return scored_prompt(said["prompt_logprobs"], request, version, name)
 
     async def take(self, update: WeightUpdate, engine: Taking) -> Metrics:
         """See `ServerApi`. Requests in flight are computed anew under the new weights, with their tokens so far."""
