@@ -16,6 +16,7 @@ from whet.config.plan import halves
 from whet.config.resuming import RESUME, Change, finished_with_others, longer, other_code, taken
 from whet.config.schema import Config
 from whet.config.secrets import for_people
+from whet.early_stopping import early_stopping_of
 from whet.storage.manifests import place_of
 from whet.track import run_paths
 from whet.track.files import reading
@@ -138,17 +139,13 @@ def is_finished(loaded: Loaded, run_dir: Path, state: Json) -> bool:
 
 def is_done(loaded: Loaded, state: Json) -> bool:
     """Whether a checkpoint is at the end of its stage, whose length or early stopping may have changed."""
-    if state.get("stopped_early") is not None:
-        return not _goes_on(loaded, state)
-    return bool(state["done"]) and not longer(state["config"], loaded.as_given, state["stage_name"])
-
-
-def _goes_on(loaded: Loaded, state: Json) -> bool:
-    """Whether a stage was stopped early by other settings than its present ones."""
+    settings = state.get("stopped_early")
+    if settings is None:
+        return bool(state["done"]) and not longer(state["config"], loaded.as_given, state["stage_name"])
     if state["stage_name"] not in loaded.names:
-        return False
-    now = loaded.stages[loaded.names.index(state["stage_name"])].train.early_stopping
-    return now is None or state["stopped_early"] != now.model_dump(mode="json")
+        return True
+    stage = loaded.stages[loaded.names.index(state["stage_name"])]
+    return bool(settings == early_stopping_of(stage))
 
 
 def check_record(directory: RunDirectory, start: RunStart) -> None:
