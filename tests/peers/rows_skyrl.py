@@ -10,22 +10,39 @@ from peers.table import Row
 from whet.prove import skyrl
 from whet.prove.cases import Case
 from whet.prove.numbers import Numbers
+from whet.prove.peers import theirs
 from whet.prove.skyrl import FLOAT32, PPO, A
 from whet.types import Json
 
 WITHOUT_FAR = ("one turn", "several turns", "a group of one")
 
 
+def section(keys: Mapping[str, Json]) -> Any:
+    """SkyRL's config of the algorithm, with these of its keys; without a KL unless they ask for it."""
+    made = theirs("skyrl", "skyrl.train.config:AlgorithmConfig")()
+    made.use_kl_loss = False
+    for key, value in keys.items():
+        if not key.startswith(A):
+            continue
+        *path, name = key.removeprefix(A).split(".")
+        at = made
+        for part in path:
+            at = getattr(at, part)
+        assert hasattr(at, name), f"SkyRL has no {key}"
+        setattr(at, name, value)
+    return made
+
+
 def advantage(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    return skyrl.advantage(function, case, skyrl.section(keys))
+    return skyrl.advantage(function, case, section(keys))
 
 
 def loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    return skyrl.loss(function, case, skyrl.section(keys))
+    return skyrl.loss(function, case, section(keys))
 
 
 def value_loss(function: Any, case: Case, keys: Mapping[str, Json]) -> Numbers:
-    return skyrl.value_loss(function, case, skyrl.section(keys))
+    return skyrl.value_loss(function, case, section(keys))
 
 
 CRITIC: Mapping[str, Json] = {

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from whet.prove import cosmos, given
 from whet.prove.cases import Case
@@ -86,21 +87,8 @@ def steps(config: Any, rows: int) -> int:
     )
     build = theirs("cosmos", WORKER).build_runner
     with mock.patch.dict(build.__globals__, {"TrainerRegistry": registry}):
-        build(own, dataset=_Rows(range(rows)), val_dataset=_Rows(range(1)))
+        build(own, dataset=TensorDataset(torch.arange(rows)), val_dataset=TensorDataset(torch.arange(1)))
     return int(own.total_steps)
-
-
-class _Rows(torch.utils.data.Dataset[int]):
-    """Rows of a file, of which only the number counts."""
-
-    def __init__(self, rows: range) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> int:
-        return self.rows[index]
 
 
 def loss(case: Case) -> Numbers:

@@ -62,7 +62,6 @@ def of_loss(
     theirs: Callable[[Case], Numbers],
     called: str,
     tolerance: float = 1e-9,
-    keys: tuple[str, ...] = (),
 ) -> Check:
     """The loss of replies of one and of several turns, of which the policy's turns are learned, and its gradient."""
     return Check(
@@ -72,5 +71,4 @@ def of_loss(
         ours=lambda each: numbers.loss(numbers.built(file.config, each), each),
         cases=[case(kind, 0) for kind in ("one turn", "several turns")],
         tolerance=tolerance,
-        keys=keys,
     )

@@ -42,22 +42,6 @@ FLOAT32 = 2e-6
 """Tolerance where SkyRL computes in float32."""
 
 
-def section(keys: Mapping[str, Json]) -> Any:
-    """SkyRL's config of the algorithm, with these of its keys; without a KL unless they ask for it."""
-    made = theirs("skyrl", "skyrl.train.config:AlgorithmConfig")()
-    made.use_kl_loss = False
-    for key, value in keys.items():
-        if not key.startswith(A):
-            continue
-        *path, name = key.removeprefix(A).split(".")
-        at = made
-        for part in path:
-            at = getattr(at, part)
-        assert hasattr(at, name), f"SkyRL has no {key}"
-        setattr(at, name, value)
-    return made
-
-
 def advantage(function: Any, case: Case, made: Any) -> Numbers:
     """As `compute_advantages_and_returns` calls it, before a normalisation over the batch. made: AlgorithmConfig."""
     adv, returns = function(

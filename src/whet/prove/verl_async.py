@@ -21,8 +21,6 @@ from whet.prove.peers import theirs
 MODULE = "verl.experimental.fully_async_policy.fully_async_rollouter"
 ROLLOUTER = f"{MODULE}:FullyAsyncRollouter"
 COUNTS = f"{ROLLOUTER}.set_max_required_samples"
-OWN = ("async_training", "rollout")
-"""Sections that other trainers do not have."""
 
 
 def is_its(config: Any) -> bool:
