@@ -103,8 +103,8 @@ class NativeEngine:
         self.away: frozenset[Part] = frozenset()
         """What is not on the accelerator."""
         self.broken: str | None = None
-        self.closed = False
         """Why no request is served."""
+        self.closed = False
         self.driver: asyncio.Task[None] | None = None
         self.streams: dict[Generation, Stream] = {}
         """Of the requests whose tokens are given to a consumer as they are sampled."""
