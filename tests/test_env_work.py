@@ -496,7 +496,9 @@ def test_no_environment_goes_on_where_the_processes_of_the_rewards_have_ended(
     run = work("length")
     (keeper,) = confine.children(os.getpid()) - before
     os.kill(keeper, signal.SIGKILL)
-    with pytest.raises(EnvBroken, match="the processes that guard the rewards ended; the same command resumes"):
+    with pytest.raises(
+        EnvBroken, match="the processes that guard the rewards ended; the same command resumes"
+    ):
         played(hosts.make, run)
 
 
