@@ -73,9 +73,22 @@ def test_a_stop_string_that_no_text_has_ends_the_run_before_it_trains(tmp_path: 
     stops = {"rollout": {"group_size": 2, "sampling": {"max_tokens": 2, "stop": ["7", "!<user>"]}}}
     number = build("chars", 100, ["a"]).convert_tokens_to_ids("<user>")
     why = rf"rollout\.sampling\.stop: '!<user>' has the control token '<user>', .*stop_token_ids=\[{number}\]"
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as caught:
         whet.train(**copy.deepcopy(BASE | stops), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").read_text()
+
+    assert str(caught.value).count("'!<user>' has the control token") == 1, "eval.sampling has it from there"
+
+
+def test_a_fault_of_sampling_is_told_where_it_is_said() -> None:
+    """Sections that take a value from another one have no fault of their own."""
+    ((key, _),) = problems("rollout.sampling.min_tokens=9", "rollout.sampling.max_tokens=4")
+    assert key == "rollout.sampling.min_tokens"
+    held_out = {"data": {**BASE["data"], "eval": [{"path": "tests/data/words.jsonl", "name": "a"}]}}
+    own = "eval.sources.a.sampling.temperature=0.5"
+    for wrong in ("min_tokens=9000", "stop_token_ids=[7000]"):
+        keys = [key for key, _ in problems(f"eval.sampling.{wrong}", own, "eval.interval=1", **held_out)]
+        assert keys == [f"eval.sampling.{wrong.partition('=')[0]}"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
+from operator import attrgetter
 
 from whet.config import (
     checks_parallel,
@@ -30,7 +31,7 @@ from whet.config.functions import ORDERS, PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
 from whet.config.recipes import Problem, Resolved, elsewhere, examined, is_optional
-from whet.config.schema import Config
+from whet.config.schema import Config, SamplingConfig
 from whet.config.sizes import shape
 from whet.config.sources import (
     order_of,
@@ -149,11 +150,21 @@ def _refuse(names: Sequence[str], found: Sequence[Sequence[Problem]]) -> None:
         raise ConfigError("; ".join(said))
 
 
+def _sampling_once(
+    cfg: Config, read: Callable[[SamplingConfig], object]
+) -> Iterator[tuple[str, SamplingConfig]]:
+    """Every way of sampling, but for those of which the same is read as of an earlier one: they have it from there."""
+    seen: list[object] = []
+    for key, sampling in all_sampling(cfg).items():
+        if (found := read(sampling)) not in seen:
+            seen.append(found)
+            yield key, sampling
+
+
 def stop_tokens(cfg: Config, vocab_size: int | None) -> Iterator[Problem]:
     """End tokens outside the vocabulary. vocab_size: None where it is not known."""
-    for key, sampling in all_sampling(cfg).items():
-        beyond = [i for i in sampling.stop_token_ids if not 0 <= i < (vocab_size or 2**31)]
-        if beyond and (key == "rollout" or sampling.stop_token_ids != cfg.rollout.sampling.stop_token_ids):
+    for key, sampling in _sampling_once(cfg, lambda s: s.stop_token_ids):
+        if beyond := [i for i in sampling.stop_token_ids if not 0 <= i < (vocab_size or 2**31)]:
             yield (
                 f"{key}.sampling.stop_token_ids",
                 f"{', '.join(map(str, beyond))} can never be sampled: the token ids of the vocabulary are 0 to "
@@ -168,7 +179,7 @@ def check_stop_texts(names: Sequence[str], stages: Sequence[Config], control: Ma
 
 
 def _stop_texts(cfg: Config, control: Mapping[str, int]) -> Iterator[Problem]:
-    for key, sampling in all_sampling(cfg).items():
+    for key, sampling in _sampling_once(cfg, lambda s: s.stop):
         for text in sampling.stop:
             for token, number in control.items():
                 if len(token) > 1 and token in text:  # a single character is in the text of other tokens, too
@@ -181,7 +192,8 @@ def _stop_texts(cfg: Config, control: Mapping[str, int]) -> Iterator[Problem]:
 
 def _batch(cfg: Config, algorithm: Resolved | None) -> Iterator[Problem]:
     yield from train_problems(cfg, algorithm)
-    for key, sampling in all_sampling(cfg).items():
+    read = attrgetter("min_tokens", "max_tokens", "ignore_eos", "stop", "stop_token_ids")
+    for key, sampling in _sampling_once(cfg, read):
         at = f"{key}.sampling"
         if sampling.min_tokens > sampling.max_tokens:
             yield f"{at}.min_tokens", f"{sampling.min_tokens} is more than max_tokens={sampling.max_tokens}"
