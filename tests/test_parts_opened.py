@@ -210,7 +210,7 @@ def test_the_explorer_of_a_trainer_takes_its_groups_from_the_store_of_its_config
 def test_a_learner_learns_from_groups_wherever_they_come_from(tmp_path: Path) -> None:
     """A step changes the policy and no version: that is the weights' to count. What is saved is restored."""
     at = given(tmp_path, algorithm={"name": "grpo"})
-    learner = open_learner(at.context, at.models, ranks={}, held_out=[], exact=False, reused=None)
+    learner = open_learner(at.context, at.models, ranks={}, demonstrations=None, exact=False, reused=None)
     assert (learner.critic, learner.references, list(learner.engines())) == (None, (), ["policy"])
     before = {name: x.clone() for name, x in learner.policy.weights()}
     groups = random_groups(count=4, size=2)
@@ -230,14 +230,14 @@ def test_a_learner_learns_from_groups_wherever_they_come_from(tmp_path: Path) ->
     learner.policy.version = 5
     saved = checkpoint.copied(learner.state())
     again = given(tmp_path / "again", algorithm={"name": "grpo"})
-    other = open_learner(again.context, again.models, ranks={}, held_out=[], exact=False, reused=None)
+    other = open_learner(again.context, again.models, ranks={}, demonstrations=None, exact=False, reused=None)
     assert other.restore(saved, changed=False) == []
     assert other.version == 5
 
 
 def test_a_learner_has_the_models_that_its_algorithm_needs(tmp_path: Path) -> None:
     at = given(tmp_path, algorithm={"name": "ppo", "kl": {"coef": 0.1}})
-    learner = open_learner(at.context, at.models, ranks={}, held_out=[], exact=False, reused=None)
+    learner = open_learner(at.context, at.models, ranks={}, demonstrations=None, exact=False, reused=None)
     assert list(learner.engines()) == ["policy", "critic", "reference"]
     (reference,) = learner.references
     groups = random_groups(count=4, size=2)

@@ -11,7 +11,7 @@ import yaml
 import whet
 from test_trinity import small
 from tiny import RUN
-from whet.config.faults import of_stage
+from whet.config.faults import EachStage, of_stage
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.tree import merge
@@ -76,6 +76,51 @@ def test_what_a_stage_cannot_begin_with_begins_with_the_stage(
     alone = refusal(tmp_path / "alone", merge(RUN, stage))
     assert said in alone
     assert "stages" not in alone
+
+
+@pytest.mark.parametrize(
+    ("shared", "said"),
+    [
+        ({"data": NO_FILE}, "No such data file: nothing.jsonl"),
+        ({"data": NO_COLUMN}, "tests/data/words.jsonl, line 1: no column 'nothing'"),
+        ({"rewards": {"own": {"function": "nowhere.py:f"}}}, "reward 'own': function 'nowhere.py:f'"),
+        ({"rewards": {"own": {"model": {"path": "nowhere"}}}}, "rewards.own.model: path=nowhere: no folder"),
+        ({"train": NO_STEP}, "train.drop_last=end: "),
+        ({"train": {"trainable": {"nothing": False}}}, "train.trainable: 'nothing' occurs in no name"),
+        ({"rollout": OTHER_SOURCE}, "rollout.sources.other: no row of data.train has this source"),
+    ],
+)
+def test_what_all_stages_have_at_the_top_level_names_none(
+    tmp_path: Path, shared: dict[str, Any], said: str
+) -> None:
+    several = {"stages": [{"name": "first"}, {"name": "second", "train": {"optimizer": {"lr": 1e-3}}}]}
+    assert refusal(tmp_path, merge(RUN, shared) | several).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("found", "raised"),
+    [
+        ([DataError("rows: x"), DataError("rows: x")], "rows: x"),
+        ([DataError("rows: x"), DataError("rows: y")], "stages[0] ('a'): rows: x"),
+        ([DataError("rows: x"), None], "stages[0] ('a'): rows: x"),
+        ([DataError("rows: x")], "stages[0] ('a'): rows: x"),
+        ([None, DataError("rows: x")], "stages[1] ('b'): rows: x"),
+        ([DataError("rows: x"), WhetError("z")], "z"),
+    ],
+)
+def test_all_stages_have_to_be_looked_at_and_to_have_the_same_error(
+    found: list[WhetError | None], raised: str
+) -> None:
+    def look() -> None:
+        with EachStage(("a", "b")) as stage:
+            for n, error in enumerate(found):
+                with stage(n):
+                    if error is not None:
+                        raise error
+
+    with pytest.raises(WhetError) as caught:
+        look()
+    assert str(caught.value) == raised
 
 
 def test_of_the_first_stage_too(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from whet import checkpoint, environment
 from whet.arguments import FILE, FLAG, ArgumentKind, expect
 from whet.config.checks_run import TIME
 from whet.config.code import digests
 from whet.config.deadlines import silence
-from whet.config.faults import of_stage
+from whet.config.faults import EachStage
 from whet.config.load import Loaded, learn_secrets, load
 from whet.config.memory_estimate import check_memory
 from whet.config.plan import Plan, plans
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from whet.track.run import Run
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OK, INTERRUPTED = 0, 130
 CALLBACK = ArgumentKind(
@@ -323,7 +325,6 @@ def _run(
     )
     loaded = replace(loaded, day=began(home, start.checkpoint), tokenizer=tokenizer)
     openers = join_cluster(loaded, planned, rewards, stack)
-    load_reward_models(loaded, rewards)
     stop = stack.enter_context(stop_on_ctrl_c(display.message))
     note_start(loaded, directory, start, beside=directory.path != home)
     if aside:
@@ -358,11 +359,16 @@ def _open(
     openers: Mapping[str, Any],
     stack: ExitStack,
 ) -> Job:
-    """The models and records of a run, which are closed with the stack."""
+    """The records, the data and the models of a run; the records are closed with the stack."""
     with environment.importing():
         from whet.job import open_job
-        from whet.track.trackers import close as close_tracker
+        from whet.stages import read_ahead
     directory, display, stop, watch, calls = outside
+    wanted: Sequence[int] = range(start.state["stage"], len(planned))
+    if loaded.config.mode == "explore":
+        wanted = [n for n, plan in enumerate(planned) if plan.algorithm.kind == "online"]
+    elif loaded.config.mode == "eval":
+        wanted = ()  # a checkpoint says which
     job = open_job(
         loaded,
         planned,
@@ -371,8 +377,10 @@ def _open(
         display=display,
         stop=stop,
         watch=watch,
+        stack=stack,
         resumed=start.at,
         change=change,
+        read=lambda opening: run_loop(read_ahead(opening, wanted)),
         **openers,
     )
     records = job.records
@@ -381,10 +389,6 @@ def _open(
     gc.collect()
     gc.freeze()  # what lives as long as the run is not looked through again at every collection
     stack.callback(gc.unfreeze)
-    for tracker in records.trackers:
-        stack.callback(close_tracker, tracker)
-    stack.callback(records.uploads.finish, 0.0)
-    stack.callback(records.saver.close)
     if start.checkpoint:
         directory.once_resumed(lambda: records.uploads.missing(*written(directory.path, start.state)))
     return replace(job, records=records)
@@ -510,42 +514,35 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
             )
     made: list[tuple[Any, RewardSet]] = []
     out = []
-    for n, cfg in enumerate(loaded.stages):
-        wanted = (cfg.rewards, cfg.reward_workers)
-        found = next((made_set for key, made_set in made if key == wanted), None)
-        if found is None:
-            with of_stage(loaded.names, n):
-                found = RewardSet.from_config(
-                    cfg.rewards,
-                    cfg.reward_workers,
-                    functions,
-                    seed=cfg.seed,
-                    imports=cfg.imports,
-                    verifiers=verifiers(loaded.stages),
-                    device=cfg.machine.device,
-                    open_jail=jail_of(loaded.config),
-                    open_judge=judges_of(cfg),
-                )
-            stack.callback(found.close)
-            made.append((wanted, found))
-        out.append(replace(found, by_source=rewards_by_source(cfg.data)))
+    with EachStage(loaded.names) as stage:
+        for n, cfg in enumerate(loaded.stages):
+            with stage(n):
+                wanted = (cfg.rewards, cfg.reward_workers)
+                found = next((made_set for key, made_set in made if key == wanted), None)
+                if found is None:
+                    found = RewardSet.from_config(
+                        cfg.rewards,
+                        cfg.reward_workers,
+                        functions,
+                        seed=cfg.seed,
+                        imports=cfg.imports,
+                        verifiers=verifiers(loaded.stages),
+                        device=cfg.machine.device,
+                        open_jail=jail_of(loaded.config),
+                        open_judge=judges_of(cfg),
+                    )
+                    stack.callback(found.close)
+                    made.append((wanted, found))
+                out.append(replace(found, by_source=rewards_by_source(cfg.data)))
     return out
 
 
-def load_reward_models(loaded: Loaded, rewards: Sequence[RewardSet]) -> None:
-    """Read the weights of every stage's reward models. ConfigError or CheckpointError names reward and folder."""
-    for n, made in enumerate(rewards):
-        with of_stage(loaded.names, n):
-            made.load_models(loaded.day)
-
-
-def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` to its end; in a separate thread if this thread already has an event loop (a notebook)."""
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """The result of `main`; in a separate thread if this thread already has an event loop (a notebook)."""
     if asyncio._get_running_loop() is None:  # the public one raises: a traceback would begin with that
-        asyncio.run(main)
-        return
+        return asyncio.run(main)
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(asyncio.run, main).result()
+        return threads.submit(asyncio.run, main).result()
 
 
 @dataclass

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet import environment
-from whet.api import Stop, join_cluster, load_reward_models, reward_sets, run_loop, watchdog_timeout_s
+from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
 from whet.arguments import PATH, TEXT, WHOLE, expect, expect_overrides
+from whet.config.faults import of_stage
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
@@ -37,7 +38,7 @@ from whet.track.run_paths import check_inside, check_way
 from whet.types import CheckpointError, ConfigError, Json
 
 if TYPE_CHECKING:
-    from whet.job import Job
+    from whet.job import Job, Opening
 
 FOLDER = "bench"
 """Where in a run directory its checkpoints' evaluations are written: a run directory itself."""
@@ -302,11 +303,11 @@ def _bench(
     stack: ExitStack,
 ) -> list[dict[str, Json]]:
     """found: the checkpoints to evaluate; none: the model itself."""
-    from whet.checkpoint import tokenizer_in
+    from whet import checkpoint
     from whet.job import open_job
+    from whet.stages import begin_evaluation
     from whet.track.display import Display
     from whet.track.record import RunDirectory
-    from whet.track.trackers import close as close_tracker
     from whet.track.written import read_lines
 
     directory = RunDirectory(out, loaded.names)
@@ -314,15 +315,27 @@ def _bench(
     directory.truncate_to(0, -1)
     display = Display([(p.name, p.total_steps or 0) for p in planned], quiet=True)
     stack.callback(display.close)
-    loaded = replace(loaded, day=began(out.parent), tokenizer=tokenizer_in(found[-1] if found else None))
+    loaded = replace(loaded, day=began(out.parent), tokenizer=checkpoint.tokenizer_in(found[-1] if found else None))
     openers = join_cluster(loaded, planned, rewards, stack)
-    load_reward_models(loaded, rewards)
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
+
+    def read(opening: Opening) -> dict[int, Any]:
+        index = _stage_of(loaded, found[0], checkpoint.read_state(found[0])) if found else 0
+        with of_stage(loaded.names, index):
+            return {index: begin_evaluation(opening, index)}
+
     job = open_job(
-        loaded, planned, rewards, directory=directory, display=display, stop=Stop(), watch=watch, **openers
+        loaded,
+        planned,
+        rewards,
+        directory=directory,
+        display=display,
+        stop=Stop(),
+        watch=watch,
+        stack=stack,
+        read=read,
+        **openers,
     )
-    for tracker in job.records.trackers:
-        stack.callback(close_tracker, tracker)
     run_loop(_each(job, found))
     return read_lines(out / "metrics.jsonl")
 
@@ -339,18 +352,21 @@ async def _each(job: Job, checkpoints: Sequence[Path]) -> None:
             await open_evaluation(job, 0).present(0)
         for path in checkpoints:
             state = checkpoint.read_state(path)
-            _check_stage(job.loaded, path, state)
-            if evaluation is None or evaluation.context.index != state["stage"]:
-                evaluation = open_evaluation(job, state["stage"])
+            index = _stage_of(job.loaded, path, state)
+            if evaluation is None or evaluation.context.index != index:
+                evaluation = open_evaluation(job, index)
             evaluation.load(path, state)
             await evaluation.of(path, state)
     finally:
         await job.close()
 
 
-def _check_stage(loaded: Loaded, path: Path, state: Json) -> None:
-    if state["stage"] >= len(loaded.stages) or loaded.names[state["stage"]] != state["stage_name"]:
+def _stage_of(loaded: Loaded, path: Path, state: Json) -> int:
+    """The stage of a checkpoint in this config. CheckpointError where it has none."""
+    index: int = state["stage"]
+    if index >= len(loaded.stages) or loaded.names[index] != state["stage_name"]:
         raise CheckpointError(
             f"{path} is of stage '{state['stage_name']}', which the config does not have at that position; "
             f"stages of the config: {', '.join(loaded.names)}"
         )
+    return index

@@ -76,8 +76,8 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
     assert engine is not None
     stale = cfg.rollout.max_staleness + cfg.rollout.sync_interval - 1  # a rollout that is older is dropped
     store = open_store(cfg.buffer.url, queue=queue_name(cfg, name), order=cfg.buffer.order)
-    begun = begin(job, index)
-    tell(begun, job.models.tokenizer)
+    begun = job.begun.pop(index, None) or await begin(job, index)
+    tell(begun, job.tokenizer)
     context = begun.context
     job.records.directory.timeline.at = name, 0
     queue = ExplorerQueue(
@@ -372,7 +372,7 @@ class Evaluation:
 def open_evaluation(job: Job, index: int) -> Evaluation:
     """Of one stage."""
     with of_stage(job.loaded.names, index):
-        begun, held_out = begin_evaluation(job, index)
+        begun, held_out = job.begun.pop(index, None) or begin_evaluation(job, index)
     cfg = begun.cfg
     train = cfg.train.model_copy(update={"early_stopping": None})  # it is for the trainer's own evaluations
     context = replace(begun, cfg=cfg.model_copy(update={"train": train}))

@@ -170,7 +170,7 @@ def _written(
 ) -> Path:
     from whet import checkpoint
     from whet.data.prepare import prepare
-    from whet.job import open_models
+    from whet.job import open_models, open_tokenizer
     from whet.track.display import Display
     from whet.track.timeline import Timeline
 
@@ -188,28 +188,31 @@ def _written(
         )
     display = Display([("replies", 0)], unit="row")
     stack.callback(display.close)
-    tokenizer = checkpoint.tokenizer_in(weights)
-    loaded = replace(loaded, day=began(home.parent), tokenizer=tokenizer)
+    loaded = replace(loaded, day=began(home.parent), tokenizer=checkpoint.tokenizer_in(weights))
     openers = join_cluster(loaded, planned, (), stack)
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
     timeline = Timeline(home / "timeline.json")
-    models = open_models(loaded, planned, display=display, timeline=timeline, watch=watch, **openers)
-    stack.enter_context(of_stage(loaded.names, index))
+    tokenizer = open_tokenizer(loaded, display)
     counts: Counter[str] = Counter()
-    sources = prepare(
-        cfg.data.eval,
-        cfg.data,
-        tokenizer=models.tokenizer,
-        exclude=(),
-        max_response_tokens=None,
-        counts=counts,
-    )
-    check_columns(sources)
-    write = FORMATS[out.suffix](sources)
+    with of_stage(loaded.names, index):
+        sources = prepare(
+            cfg.data.eval,
+            cfg.data,
+            tokenizer=tokenizer,
+            exclude=(),
+            max_response_tokens=None,
+            counts=counts,
+        )
+        check_columns(sources)
+        write = FORMATS[out.suffix](sources)
     for said in _left_out(counts):
         display.message(said)
     total = sum(map(len, sources))
     kept = stack.enter_context(Kept(out.with_name(f"{out.name}.part"), _same(cfg, sources, weights)))
+    models = open_models(
+        loaded, planned, tokenizer=tokenizer, display=display, timeline=timeline, watch=watch, **openers
+    )
+    stack.enter_context(of_stage(loaded.names, index))
     display.stage(0, done=kept.rows, steps=total)
     if kept.rows:
         display.message(f"{kept.rows} of {total} rows have their replies already ({kept.path})")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from whet.config.checks import check_stop_texts, check_stop_tokens
 from whet.config.checks_parallel import world
 from whet.config.derived import has_adapters
 from whet.config.engines import ENGINES
-from whet.config.faults import of_stage
+from whet.config.faults import EachStage
 from whet.config.learns import is_stack
 from whet.config.load import Loaded
 from whet.config.memory_estimate import reused_tokens
@@ -37,7 +38,7 @@ from whet.models import kernels
 from whet.models.activations import Activations
 from whet.models.forward import decoder
 from whet.models.load import build as build_model
-from whet.models.load import end_tokens
+from whet.models.load import end_tokens, end_tokens_ahead
 from whet.models.logprob_parity import self_test
 from whet.models.lora import attach
 from whet.rewards.combine import RewardSet
@@ -51,6 +52,7 @@ from whet.track.record import RunDirectory
 from whet.track.run_paths import trainers
 from whet.track.timeline import SAMPLING, Timeline
 from whet.track.trackers import Tracker, open_trackers
+from whet.track.trackers import close as close_tracker
 from whet.types import ConfigError
 from whet.whole import Here, InFiles, Place, Whole
 
@@ -115,18 +117,29 @@ class Records:
     watch: Watch
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run, open: its stages are built from it, one after the other."""
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """A run before its models: its data can be read."""
 
     loaded: Loaded
     plans: Sequence[Plan]
     rewards: Sequence[RewardSet]
     """One for each stage."""
-    models: Models
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]
+    """Tokens that end a reply."""
     records: Records
     change: bool = False
     """The run resumes with changed settings that change results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Opening):
+    """A run, open: its stages are built from it, one after the other."""
+
+    models: Models
+    begun: dict[int, Any]
+    """What was read of stages before the models, by their numbers, until they begin."""
 
     async def close(self) -> None:
         """End environments and engine. Records are closed by who opened them."""
@@ -145,22 +158,49 @@ def open_job(
     display: Display,
     stop: StopFlag,
     watch: Watch,
+    stack: ExitStack,
     resumed: tuple[int, int] | None = None,
     change: bool = False,
+    read: Callable[[Opening], Mapping[int, Any]] = lambda opening: {},
     **openers: Any,
 ) -> Job:
-    """The models and records of a run. resumed: stage and step that it goes on from. openers: see `open_models`."""
-    models = open_models(loaded, plans, display=display, timeline=directory.timeline, watch=watch, **openers)
+    """The records and models of a run; the records are closed with the stack. resumed: stage and step that it goes on
+    from. read: reads the data of stages, before any weights are read. openers: see `open_models`."""
+    tokenizer = open_tokenizer(loaded, display)
     records = open_records(
         loaded.config,
-        models.tokenizer,
+        tokenizer,
         directory=directory,
         display=display,
         stop=stop,
         watch=watch,
+        stack=stack,
         resumed=resumed,
     )
-    return Job(loaded, plans, rewards, models, records, change)
+    opening = Opening(
+        loaded=loaded,
+        plans=plans,
+        rewards=rewards,
+        tokenizer=tokenizer,
+        ends=end_tokens_ahead(loaded.config.model, tokenizer),
+        records=records,
+        change=change,
+    )
+    begun = dict(read(opening))
+    with EachStage(loaded.names) as stage:
+        for n, each in enumerate(rewards):
+            with stage(n):
+                each.load_models(loaded.day)
+    models = open_models(
+        loaded,
+        plans,
+        tokenizer=tokenizer,
+        display=display,
+        timeline=directory.timeline,
+        watch=watch,
+        **openers,
+    )
+    return Job(**vars(opening), models=models, begun=begun)
 
 
 def open_records(
@@ -171,18 +211,40 @@ def open_records(
     display: Display,
     stop: StopFlag,
     watch: Watch,
+    stack: ExitStack,
     resumed: tuple[int, int] | None,
 ) -> Records:
-    """Trackers, checkpoints and uploads of a run. resumed: stage and step that it goes on from."""
+    """Trackers, checkpoints and uploads of a run, closed with the stack. resumed: stage and step that it goes on
+    from."""
     saver, uploads = open_saver(cfg, directory.path, tokenizer if cfg.tokenizer.build is not None else None)
     trackers = open_trackers(cfg, directory, resumed=resumed)
+    for tracker in trackers:
+        stack.callback(close_tracker, tracker)
+    stack.callback(uploads.finish, 0.0)
+    stack.callback(saver.close)
     return Records(directory, trackers, display, saver, uploads, stop, watch)
+
+
+def open_tokenizer(loaded: Loaded, display: Display) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run."""
+    cfg = loaded.config
+    display.phase("read data")
+    tokenizer = load_tokenizer(
+        cfg.tokenizer,
+        model_path=cfg.model.path,
+        texts=all_texts(loaded),
+        built=loaded.tokenizer,
+        day=loaded.day,
+    )
+    check_stop_texts(loaded.names, loaded.stages, control_tokens(tokenizer))
+    return tokenizer
 
 
 def open_models(
     loaded: Loaded,
     plans: Sequence[Plan],
     *,
+    tokenizer: PreTrainedTokenizerBase,
     display: Display,
     timeline: Timeline,
     watch: Watch,
@@ -190,7 +252,7 @@ def open_models(
     rank_lines: RankLines | None = None,
     environments: Environments | None = None,
 ) -> Models:
-    """Tokenizer, model, kernels, engine. The self-test reports whether sampling and training agree to the bit.
+    """Model, kernels, engine. The self-test reports whether sampling and training agree to the bit.
 
     opener: makes the engine as `open_engine`, the default, does. rank_lines: see `Models`. environments: None: they are
     asked, and what they answer is written to the journal of a run that samples itself.
@@ -201,14 +263,6 @@ def open_models(
     torch.use_deterministic_algorithms(device.type == "cpu")
     # or every new tensor would be written once more
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    display.phase("read data")
-    tokenizer = load_tokenizer(
-        cfg.tokenizer,
-        model_path=cfg.model.path,
-        texts=all_texts(loaded),
-        built=loaded.tokenizer,
-        day=loaded.day,
-    )
     display.phase("load model")
     place: Place = Here()
     if plans[0].models_elsewhere:
@@ -229,7 +283,6 @@ def open_models(
     model = policy.model
     rows = model.get_output_embeddings().out_features
     check_stop_tokens(loaded.names, loaded.stages, rows)
-    check_stop_texts(loaded.names, loaded.stages, control_tokens(tokenizer))
     if rows > len(tokenizer):
         log.info(NO_TEXT.format(tokens=len(tokenizer), rows=rows))
     ops = kernels.load(cfg.machine.kernels)
@@ -248,9 +301,10 @@ def open_models(
             watch=watch,
             timeline=timeline,
         )
-        for n, stage in enumerate(loaded.stages):
-            with of_stage(loaded.names, n):
-                check_engine(engine.can, stage)
+        with EachStage(loaded.names) as stage:
+            for n, each in enumerate(loaded.stages):
+                with stage(n):
+                    check_engine(engine.can, each)
         exact = exact and (not isinstance(engine, Router) or engine.exact)
         display.exactness("exact" if exact else "close")
     return Models(

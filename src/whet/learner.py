@@ -28,7 +28,7 @@ from whet.config.groups import pairs_tasks
 from whet.config.recipes import resolve
 from whet.config.schema import TrainConfig
 from whet.context import Context
-from whet.data.demonstrations import Demonstrations, open_demonstrations
+from whet.data.demonstrations import Demonstrations
 from whet.data.reprompt import Reprompter, open_reprompter
 from whet.job import Models
 from whet.placement import Jobs, run_concurrently, trainers
@@ -50,7 +50,7 @@ from whet.training.reuse import Reuse
 from whet.training.throughput import Meter, meter_of
 from whet.training.torch import MICRO_BATCH, TorchEngine
 from whet.training.unreduced import evaluated
-from whet.types import Group, Json, Metrics, Task, WhetError
+from whet.types import Group, Json, Metrics, WhetError
 
 log = logging.getLogger(__name__)
 
@@ -509,11 +509,11 @@ def open_learner(
     models: Models,
     *,
     ranks: Mapping[str, Ranks],
-    held_out: Sequence[Task],
+    demonstrations: Demonstrations | None,
     exact: bool,
     reused: Callable[[], int] | None,
 ) -> Learner:
-    """The policy starts from what the stage before left in the model. held_out: tasks that demonstrations leave out."""
+    """The policy starts from what the stage before left in the model."""
     cfg, algorithm = context.cfg, context.algorithm
     policy = policy_of(context, models, ranks)
     references = (
@@ -527,7 +527,7 @@ def open_learner(
         critic=critic,
         skipping=skipping(context.plan.algorithm, cfg.train, mtp=cfg.model.mtp is not None),
         exact=exact,
-        demonstrations=open_demonstrations(cfg, models.tokenizer, ends=models.ends, held_out=held_out),
+        demonstrations=demonstrations,
         reprompt=reprompter(context, models),
         choose_reference=ReferenceChoice.of(cfg.reference) if cfg.reference.models else None,
         temperatures=Temperatures.of(context),

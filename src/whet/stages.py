@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algos.recipes import build as build_algorithm
 from whet.config.evaluation import evaluates
-from whet.config.faults import of_stage
+from whet.config.faults import EachStage, of_stage
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.memory_estimate import out_of_memory, reused_tokens
 from whet.config.plan import Plan, tasks_of
@@ -21,17 +22,17 @@ from whet.config.resuming import fingerprint
 from whet.config.simulated import simulated
 from whet.context import Context
 from whet.data.chat import lacking_header
-from whet.data.demonstrations import open_demonstrations
+from whet.data.demonstrations import Demonstrations, open_demonstrations
 from whet.data.tasks import TaskStream, eval_tasks, learned_turns
 from whet.evaluation import check_sources, judging
 from whet.explorer import Explorer, open_explorer, replay_of
 from whet.guard.printed import CONSOLE
-from whet.job import Job, Models
+from whet.job import Job, Models, Opening
 from whet.learner import Learner, Sampled, open_learner, reprompter
 from whet.loop import steps
 from whet.placement import open_ranks
 from whet.recorder import check_metrics, open_recorder
-from whet.rewards.combine import check_columns
+from whet.rewards.combine import RewardSet, check_columns
 from whet.rollout.engine import WeightUpdate
 from whet.rollout.episode import sampling_by_source
 from whet.rollout.native.engine import NativeEngine
@@ -61,16 +62,18 @@ class StageEnd:
 async def run_all(job: Job, start: Path | None, state: Json, *, ahead: bool = True) -> None:
     """Run every stage from the checkpoint `start` (None: from the beginning) to the end, or until a stop is requested.
 
-    state: the result of `checkpoint.read_state` for `start`. ahead: read the data of all stages first: what is wrong
-    with that of the last one is told now, not after the stages before it.
+    state: the result of `checkpoint.read_state` for `start`. ahead: check the models of all stages first: what is wrong
+    with those of the last one is told now, not after the stages before it.
     """
     first = state["stage"] if start else 0
     timeline, ended = job.records.directory.timeline, StageEnd(exact=job.models.exact)
     timeline.at = job.loaded.names[first], state["step"] if start else 0
     timeline.since(timeline.opened_ns, START_UP, STEPS)
     try:
-        for index in range(first + 1, len(job.loaded.stages) if ahead else 0):
-            await check_ahead(job, index)
+        with EachStage(job.loaded.names) as stage:
+            for index in job.begun if ahead else ():
+                with stage(index):
+                    check(job, job.begun[index])
         for index in range(first, len(job.loaded.stages)):
             ended = await run_stage(job, index, ended, start=start, state=state)
             start = None
@@ -98,9 +101,9 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
     with ExitStack() as ranks:  # they end with the stage, also where it cannot begin
         with timeline.span(OPEN_STAGE, STEPS):
             await give_back(job.models, job.plans[index])
-            begun = begin(job, index)
-            await check(job, begun)
-            tell(begun, job.models.tokenizer)
+            begun = job.begun.pop(index, None) or await begin(job, index)
+            check(job, begun)
+            tell(begun, job.tokenizer)
             stage, profiler = open_stage(job, begun, before, ranks)
             if start is not None:
                 done = stage.restore(start, state, changed=job.change)
@@ -168,18 +171,32 @@ class Begun:
     context: Context
     tasks: TaskStream
     held_out: list[Task]
+    demonstrations: Demonstrations | None
+    """Of a mix, for the process that trains."""
     drawn: int
     """Tasks that a step draws."""
 
 
-def begin_evaluation(job: Job, index: int) -> tuple[Context, list[Task]]:
+async def read_ahead(job: Opening, indices: Iterable[int]) -> dict[int, Begun]:
+    """The data of these stages: what is wrong with that of the last one is told now, not after the stages before it."""
+    found: dict[int, Begun] = {}
+    with EachStage(job.loaded.names) as stage:
+        for index in indices:
+            if stage.failed and job.loaded.stages[index].data != job.loaded.stages[index - 1].data:
+                break  # reading it may take long, and would not show the same error
+            with stage(index):
+                found[index] = await begin(job, index)
+    return found
+
+
+def begin_evaluation(job: Opening, index: int) -> tuple[Context, list[Task]]:
     """Read the held-out data of a stage, and no other: what it learned from may be gone."""
     cfg, name = job.loaded.stages[index], job.loaded.names[index]
     records = job.records
     algorithm = build_algorithm(cfg.algorithm, critic=cfg.critic, max_tokens=cfg.rollout.sampling.max_tokens)
     records.display.phase("read data")
     turns = learned_turns(cfg.data, algorithm.kind)
-    tokenizer = job.models.tokenizer
+    tokenizer = job.tokenizer
     longest = None  # of held-out replies: where one may not be too long, its row is named
     if algorithm.kind != "online" and evaluates(cfg) and cfg.data.overlong == "error":
         longest = cfg.rollout.sampling.max_tokens
@@ -193,11 +210,11 @@ def begin_evaluation(job: Job, index: int) -> tuple[Context, list[Task]]:
     return Context(cfg, job.plans[index], name, index, algorithm, monitor, records.stop), held_out
 
 
-def begin(job: Job, index: int) -> Begun:
-    """Read the data of a stage."""
+async def begin(job: Opening, index: int) -> Begun:
+    """Read the data of a stage. The process that trains finds what is wrong with it, too."""
     context, held_out = begin_evaluation(job, index)
     cfg, name, algorithm = context.cfg, context.name, context.algorithm
-    tokenizer, turns = job.models.tokenizer, learned_turns(cfg.data, algorithm.kind)
+    tokenizer, turns = job.tokenizer, learned_turns(cfg.data, algorithm.kind)
     parts = resolve(cfg.algorithm)
     drawn = sampled_tasks(cfg.train.tasks_per_step - experts_per_step(cfg, parts), parts)
     tasks = TaskStream(
@@ -210,12 +227,16 @@ def begin(job: Job, index: int) -> Begun:
         multiple_of=drawn if cfg.train.drop_last is True else 1,
         turns=turns,
         learned=None if algorithm.kind == "online" else algorithm.kind,
-        ends=job.models.ends,
+        ends=job.ends,
     )
     if algorithm.kind == "online" and (unknown := tasks.unknown(cfg.rollout.sources)):
         raise ConfigError(f"rollout.sources.{unknown[0]}: no row of data.train has this source")
     plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
-    return Begun(replace(context, plan=plan), tasks, held_out, drawn)
+    context, demonstrations = replace(context, plan=plan), None
+    if cfg.mode != "explore":
+        demonstrations = open_demonstrations(cfg, tokenizer, ends=job.ends, held_out=held_out)
+        await check_rows(context, tasks, held_out, job.rewards[index])
+    return Begun(context, tasks, held_out, demonstrations, drawn)
 
 
 def tell(begun: Begun, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -236,35 +257,29 @@ def tell(begun: Begun, tokenizer: PreTrainedTokenizerBase) -> None:
         log.info("stage %s: times that %d tasks pass through each source: %s", name, reached, told)
 
 
-async def check(job: Job, begun: Begun) -> None:
-    """Find what a stage cannot begin with, or would end at a later step with: models, the user's code, and names that
-    rows or evaluations do not have."""
-    context, rewards = begun.context, job.rewards[begun.context.index]
+async def check_rows(
+    context: Context, tasks: TaskStream, held_out: Sequence[Task], rewards: RewardSet
+) -> None:
+    """Find what a stage would end at a later step with: names that rows or evaluations do not have."""
     cfg, algorithm = context.cfg, context.algorithm
     if algorithm.kind == "online":
-        await check_columns(begun.tasks.widest, rewards)
+        await check_columns(tasks.widest, rewards)
     if context.plan.evaluates:
-        await check_columns(begun.held_out, judging(cfg, rewards))
-        check_metrics(context, begun.held_out, rewards)
+        await check_columns(held_out, judging(cfg, rewards))
+        check_metrics(context, held_out, rewards)
     replay_of(cfg, context.plan)
-    if simulated(cfg.train) is not None:
-        return
-    check_models(context, job.models)
-    reprompter(context, job.models)
-    if algorithm.needs_reference and cfg.reference.models:
+    if simulated(cfg.train) is None and algorithm.needs_reference and cfg.reference.models:
         choose = ReferenceChoice.of(cfg.reference)
-        for task in begun.tasks.each() if cfg.reference.column else begun.tasks.widest:
+        for task in tasks.each() if cfg.reference.column else tasks.widest:
             choose.number(task)
 
 
-async def check_ahead(job: Job, index: int) -> None:
-    """`check` a stage before its turn: its data is read, and nothing of it kept."""
-    with of_stage(job.loaded.names, index):
-        begun = begin(job, index)
-        open_demonstrations(
-            begun.context.cfg, job.models.tokenizer, ends=job.models.ends, held_out=begun.held_out
-        )
-        await check(job, begun)
+def check(job: Job, begun: Begun) -> None:
+    """Find what a stage cannot begin with beside its data: models, and the user's code."""
+    context = begun.context
+    if simulated(context.cfg.train) is None:
+        check_models(context, job.models)
+        reprompter(context, job.models)
 
 
 def open_stage(job: Job, begun: Begun, before: StageEnd, stack: ExitStack) -> tuple[Stage, Profiler]:
@@ -293,7 +308,7 @@ def open_stage(job: Job, begun: Begun, before: StageEnd, stack: ExitStack) -> tu
         learner = open_simulated(context, models, how, exact=exact, reused=reused)
     else:
         learner = open_learner(
-            context, models, ranks=ranks, held_out=begun.held_out, exact=exact, reused=reused
+            context, models, ranks=ranks, demonstrations=begun.demonstrations, exact=exact, reused=reused
         )
     learner.policy.version = before.version
     share_activations(context, models, explorer, learner)

@@ -228,6 +228,41 @@ def of_stage(names: Sequence[str], number: int) -> Iterator[None]:
         raise
 
 
+class EachStage:
+    """For stages that are looked at one after the other, each in `with stage(n)`: an error of Config or Data that all
+    of them have is raised once, without a stage; another one as `of_stage` has it. names: of all stages."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.failed: list[tuple[int, ConfigError | DataError]] = []
+        """The stages that have failed so far, all with the same error."""
+
+    def __enter__(self) -> EachStage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.failed:
+            self._raise(in_common=len(self.failed) == len(self.names))
+
+    @contextmanager
+    def __call__(self, number: int) -> Iterator[None]:
+        """What is done for one stage."""
+        before = len(self.failed)
+        try:
+            yield
+        except (ConfigError, DataError) as error:
+            self.failed.append((number, error))
+        if before and (len(self.failed) == before or str(self.failed[-1][1]) != str(self.failed[0][1])):
+            self._raise(in_common=False)
+
+    def _raise(self, *, in_common: bool) -> None:
+        number, error = self.failed[0]
+        if in_common:
+            raise error
+        with of_stage(self.names, number):
+            raise error
+
+
 def listing(problems: Iterable[tuple[str, str]], what: str) -> str:
     """One message with all problems, (place, text) each, in the order of the lines of the file."""
     ordered = sorted(problems, key=lambda p: _line(p[0]))

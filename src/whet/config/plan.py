@@ -29,7 +29,7 @@ from whet.config.evaluation import (
     total_tokens,
     writes_replies,
 )
-from whet.config.faults import Refused, by_stage, named, of_stage
+from whet.config.faults import EachStage, Refused, by_stage, named
 from whet.config.groups import experts_per_step, sampled_tasks
 from whet.config.hardware import cuda_bytes
 from whet.config.judges import cache_bytes, is_judge
@@ -109,9 +109,10 @@ def plans(
     if trains and learns_something and (why := never_trains(config.rollout.engine)):
         refuse([("rollout.engine", f"rollout.engine: {why}")])
     derived = []
-    for n, (name, cfg) in enumerate(zip(names, stages)):
-        with of_stage(names, n):
-            derived.append(_derive(cfg, rows=(rows or {}).get(name), name=name))
+    with EachStage(names) as stage:
+        for n, (name, cfg) in enumerate(zip(names, stages)):
+            with stage(n):
+                derived.append(_derive(cfg, rows=(rows or {}).get(name), name=name))
     elsewhere = config.mode in ("both", "train") and all(p.policy_on_ranks for p in derived)
     derived = [replace(p, models_elsewhere=elsewhere) for p in derived]
     refuse(by_stage(names, [list(_misfits(p, rehearsal=rehearsal)) for p in derived]))

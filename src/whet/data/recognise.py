@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from whet.config.faults import of_stage
+from whet.config.faults import EachStage
 from whet.config.load import Loaded
 from whet.config.recipes import kind_of
 from whet.config.schema import Config, SourceConfig
@@ -60,9 +60,10 @@ def with_columns(
         return cfg.model_copy(update={"data": cfg.data.model_copy(update=changed)}) if changed else cfg
 
     stages = []
-    for n, cfg in enumerate(loaded.stages):
-        with of_stage(loaded.names, n):
-            stages.append(every(cfg))
+    with EachStage(loaded.names) as stage:
+        for n, cfg in enumerate(loaded.stages):
+            with stage(n):
+                stages.append(every(cfg))
     return replace(loaded, stages=tuple(stages)), [said for _, said in known.values() if said]
 
 

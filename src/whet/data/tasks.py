@@ -19,7 +19,7 @@ import numpy as np
 
 from whet import seeds
 from whet.config.chosen import Chosen
-from whet.config.faults import of_stage
+from whet.config.faults import EachStage
 from whet.config.load import Loaded
 from whet.config.schema import DataConfig, SourceConfig
 from whet.config.sources import order_of
@@ -391,9 +391,10 @@ def texts(sources: Sequence[SourceConfig]) -> Iterator[str]:
 
 def all_texts(loaded: Loaded) -> Iterator[str]:
     """The same of all sources of all stages."""
-    for n, cfg in enumerate(loaded.stages):
-        with of_stage(loaded.names, n):
-            yield from texts((*cfg.data.train, *cfg.data.demonstrations, *cfg.data.eval))
+    with EachStage(loaded.names) as stage:
+        for n, cfg in enumerate(loaded.stages):
+            with stage(n):
+                yield from texts((*cfg.data.train, *cfg.data.demonstrations, *cfg.data.eval))
 
 
 # ---------------------------------------------------------------- replies to learn from

@@ -16,10 +16,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils.quantization_config import Mxfp4Config
 
 from whet import seeds
@@ -107,7 +109,22 @@ def _embedding(model: PreTrainedModel) -> nn.Embedding:
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that end a reply: the tokenizer's, and all in the model's own generation config."""
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return _end_tokens(model.generation_config, tokenizer)
+
+
+def end_tokens_ahead(cfg: schema.ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The same, before `build` makes the model."""
+    own = None
+    if cfg.path is not None:
+        path = Path(cfg.path).expanduser()
+        file = next((name for name in (GENERATION_CONFIG_NAME, CONFIG_NAME) if (path / name).is_file()), None)
+        with contextlib.suppress(OSError):  # what cannot be read is `build`'s to tell
+            own = file and GenerationConfig.from_pretrained(path, file, local_files_only=True)
+    return _end_tokens(own, tokenizer)
+
+
+def _end_tokens(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    named = config.eos_token_id if config is not None else None
     several = named if isinstance(named, list) else [named]
     return frozenset(t for t in (*several, tokenizer.eos_token_id) if t is not None)
 

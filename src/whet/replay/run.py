@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import environment
-from whet.api import Stop, join_cluster, load_reward_models, reward_sets, run_loop, watchdog_timeout_s
+from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout_s
 from whet.checkpoint import Damaged, Saver, all_in, state_of, tokenizer_in
 from whet.config.code import digests
 from whet.config.load import Loaded, learn_secrets
@@ -251,7 +251,6 @@ def opened(
     display = Display([(p.name, p.total_steps or 0) for p in planned], quiet=True)
     stack.callback(display.close)
     openers = join_cluster(loaded, planned, rewards, stack)
-    load_reward_models(loaded, rewards)
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
     return open_job(
         loaded,
@@ -261,6 +260,7 @@ def opened(
         display=display,
         stop=stop,
         watch=watch,
+        stack=stack,
         environments=environments,
         **openers,
     )
