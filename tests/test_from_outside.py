@@ -41,6 +41,18 @@ def halved(batch, log_N, *, factor: float = 1.0):
     """An importance weight that is the same for every token."""
     return log_N * 0 + factor
 
+def unfinished(batch, out):
+    return Loss(-batch.adv_N * out.logp_N + float("nan"), {})
+
+def rooted(batch, out):
+    """Finite, but its gradient is not."""
+    change_N = out.logp_N - out.logp_N.detach()
+    return Loss(change_N.sqrt() - out.logp_N, {})
+
+def only_sampled(batch, out):
+    """Not finite where nothing was sampled, which says nothing."""
+    return Loss((-batch.adv_N * out.logp_N).where(batch.mask_N, float("nan")), {})
+
 def detached(batch, out):
     return Loss(-batch.adv_N * out.logp_N.detach(), {})
 
@@ -210,6 +222,28 @@ def test_an_advantage_that_is_not_finite_is_named_at_the_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
     other = f"run_dir={tmp_path / 'other'}"
     whet.train(**tree, overrides=[f"algorithm.advantage={tmp_path}/mine.py:unsampled", other])
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (
+            "unfinished",
+            r"loss '.*:unfinished' returned nan for (\d+) of the \1 sampled tokens, first for rollout 0",
+        ),
+        ("rooted", r"the gradient of loss '.*:rooted' is (nan|inf) for \d+ of the \d+ sampled tokens"),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_named_at_the_first_step(
+    tree: dict[str, Any], tmp_path: Path, loss: str, said: str
+) -> None:
+    with pytest.raises(WhetError, match=said):
+        whet.train(**tree, overrides=[f"algorithm.loss={tmp_path}/mine.py:{loss}"])
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_loss_is_read_where_tokens_were_sampled(tree: dict[str, Any], tmp_path: Path) -> None:
+    whet.train(**tree, overrides=[f"algorithm.loss={tmp_path}/mine.py:only_sampled", "train.steps=1"])
 
 
 def test_another_name_inherits_no_setting(tree: dict[str, Any]) -> None:

@@ -222,6 +222,8 @@ def _loss_of(
         over = LOSSES_OVER[r.loss]
         logprobs = partial(forward, minibatch, "logprobs")
         policy = over(own(minibatch), logprobs, **_taken(over, r.settings["loss"]))
+    if step == 1 and r.settings["loss"].is_own:
+        policy = partial(policy, first=True)
     own_means = (
         r.entropy_own_mean
         or r.positive_nll_coef > 0
@@ -351,9 +353,19 @@ def _misnamed(key: str) -> str | None:
     return None
 
 
-def _own_loss(function: Callable[..., object], name: str, batch: Batch, out: Outputs) -> Loss:
+def _own_loss(
+    function: Callable[..., object], name: str, batch: Batch, out: Outputs, *, first: bool = False
+) -> Loss:
     """A loss of the user's, if it is one number a token: any other shape would be broadcast, and mean something else in
-    every micro-batch."""
+    every micro-batch. first: in the first step it has to be finite, with its gradient, where the log-probs are: later
+    the weights may be what is wrong, or single rollouts."""
+    if first and (logp_N := need(out.logp_N, "outputs.logp_N")).requires_grad:
+        given, alone_N = replace(batch, mask_N=batch.mask_N & logp_N.isfinite()), logp_N.view_as(logp_N)
+        out = replace(out, logp_N=alone_N)  # its gradient is that of this loss alone
+        alone_N.register_hook(partial(_expect_finite, batch=given, what=f"the gradient of loss {name!r} is"))
+        made = _own_loss(function, name, batch, out)
+        _expect_finite(made.loss_N.detach(), given, what=f"loss {name!r} returned")
+        return made
     wants = f"loss {name!r} must return whet.batch.Loss(loss_N, stats), loss_N of shape ({batch.tokens},)"
     match _called(f"loss {name!r}", function, batch, outputs=out):
         case Loss(loss_N=Tensor() as loss_N, stats=dict() as stats):
@@ -435,7 +447,7 @@ def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch,
     result = _called(f"advantage {r.advantage!r}", function, batch)
     adv_N, return_N = _checked(result, batch, name=r.advantage)
     if r.settings["advantage"].is_own:
-        _expect_finite(adv_N, batch, name=r.advantage)
+        _expect_finite(adv_N, batch, what=f"advantage {r.advantage!r} returned")
     if r.whiten:
         adv_N = whiten(adv_N, batch.mask_N, ddof=r.whiten_ddof)
     adv_N = bounded(adv_N, *r.advantage_clip)
@@ -487,18 +499,19 @@ def _checked(result: object, batch: Batch, *, name: str) -> tuple[Tensor, Tensor
     )
 
 
-def _expect_finite(adv_N: Tensor, batch: Batch, *, name: str) -> None:
-    """WhetError where an advantage of the user's is not finite at a sampled token: its gradient would not be either,
-    and the run would skip its steps without saying why."""
-    wrong_M = (batch.mask_N & ~adv_N.isfinite()).nonzero().squeeze(1)
+def _expect_finite(x_N: Tensor, batch: Batch, *, what: str) -> None:
+    """WhetError where an advantage or a loss of the user's is not finite at a sampled token: the gradient would not be
+    either, and the run would skip its steps without saying why."""
+    wrong_M = (batch.mask_N & ~x_N.isfinite()).nonzero().squeeze(1)
     if not len(wrong_M):
         return
     first, count = wrong_M[0], int(batch.mask_N.sum())
     rollout = int(batch.rollout_N[first])
     raise WhetError(
-        f"advantage {name!r} returned {float(adv_N[first])} for {len(wrong_M)} of the {count} sampled tokens, first "
-        f"for rollout {rollout} of the batch, whose reward is {float(batch.reward_R[rollout]):g}; expected finite "
-        "numbers. A division by a standard deviation of 0 gives NaN: add a small number to it, or give such rollouts 0."
+        f"{what} {float(x_N[first])} for {len(wrong_M)} of the {count} sampled tokens, first for rollout {rollout} of "
+        f"the batch, whose reward is {float(batch.reward_R[rollout]):g}; expected finite numbers. A division by a "
+        "standard deviation of 0 gives NaN: add a small number to it, or give such rollouts 0. The gradient of a root "
+        "is infinite at 0, also where torch.where takes another branch."
     )
 
 
