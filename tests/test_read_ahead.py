@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,18 @@ def test_the_data_of_a_stage_is_read_once(tmp_path: Path) -> None:
     found = Counter(calls.read_text().split())
     named = 1  # where columns are not, the first row says them
     assert found == {"first": named + 1, "second": named + 1, "shown": 1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_before_the_stages_begin_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """While the models are made, on ranks or here."""
+    monkeypatch.setattr(whet.job, "open_models", lambda *given, **more: signal.raise_signal(number))
+    with pytest.raises(KeyboardInterrupt):
+        whet.train(run_dir=str(tmp_path), **merge(RUN, {"track": {"trackers": ["console", "jsonl"]}}))
+    printed = capfd.readouterr()
+    assert "stopped; nothing to save yet" in printed.out + printed.err
 
 
 def len_of(response: str, task: Any) -> float:

@@ -333,7 +333,11 @@ def _run(
         display.message(f"resuming from {start.checkpoint}")
     watched(watch := stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded))))
     outside = Outside(directory, display, stop, watch, calls)
-    job = _open(loaded, planned, rewards, outside, start, change=change, openers=openers, stack=stack)
+    try:
+        job = _open(loaded, planned, rewards, outside, start, change=change, openers=openers, stack=stack)
+    except KeyboardInterrupt:  # of `stop_on_ctrl_c`: the stages have not begun
+        display.message(_stopped(directory.path))
+        raise
     stop.begun = True
     return _train(job, start, stack) if directory.path == home else _work_beside(job, home)
 
@@ -418,12 +422,16 @@ def _train(job: Job, start: RunStart, stack: ExitStack) -> int:
     records.saver.tidy()
     display.close()
     if records.stop.requested:
-        saved = checkpoint.newest(directory.path / "checkpoints")
-        end = f"saved as {saved}; the same command resumes the run" if saved else "nothing to save yet"
-        display.message(f"stopped; {end}")
+        display.message(_stopped(directory.path))
         return INTERRUPTED
     display.show(report(directory.path, curve=plot(directory.path)))
     return OK
+
+
+def _stopped(run_dir: Path) -> str:
+    """What is said at the end of a run that was stopped."""
+    saved = checkpoint.newest(run_dir / "checkpoints")
+    return f"stopped; {f'saved as {saved}; the same command resumes the run' if saved else 'nothing to save yet'}"
 
 
 def _show_finished(cfg: Config, directory: RunDirectory, display: Display, state: Json) -> None:
