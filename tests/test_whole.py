@@ -82,6 +82,7 @@ def test_a_job_is_done_by_another_process(caplog: pytest.LogCaptureFixture) -> N
     beats: list[str] = []
     assert call(where, what="say", beat=beats.append) != os.getpid()
     assert caplog.record_tuples == [("whet.test", logging.WARNING, "it is done")]
+    assert beats[0] == "a process of its own: to say", "what a watch names if nothing else comes"
     assert "half of it" in beats
 
 
