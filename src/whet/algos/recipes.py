@@ -209,7 +209,7 @@ def _divergence(r: Resolved) -> Divergence:
 
 def _loss_of(
     r: Resolved,
-    policy: LossFn,
+    policy: Callable[..., Loss],
     whole: Callable[..., LossFn],
     minibatch: Batch,
     forward: Forward,

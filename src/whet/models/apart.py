@@ -52,7 +52,7 @@ def call(
     """function(), in a process of its own that ends with it; what it logs is logged here.
 
     function: of a module, or a `functools.partial` of one; its arguments and its result are pickled. what: it does, for
-    errors. imports: user code that it may need. beat: told of what is begun, and of progress. open_lines: starts the process.
+    errors. imports: user code that it may need. beat: told of job and progress. open_lines: starts the process.
     Raises CheckpointError and ConfigError that the function raises, else WhetError with its traceback.
     """
     beat(f"a process of its own: to {what}")

@@ -114,12 +114,12 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
 
 def end_tokens_ahead(cfg: schema.ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The same, before `build` makes the model."""
-    own = None
+    own: GenerationConfig | None = None
     if cfg.path is not None:
         path = Path(cfg.path).expanduser()
-        file = next((name for name in (GENERATION_CONFIG_NAME, CONFIG_NAME) if (path / name).is_file()), None)
+        file = GENERATION_CONFIG_NAME if (path / GENERATION_CONFIG_NAME).is_file() else CONFIG_NAME
         with contextlib.suppress(OSError):  # what cannot be read is `build`'s to tell
-            own = file and GenerationConfig.from_pretrained(path, file, local_files_only=True)
+            own = GenerationConfig.from_pretrained(path, file, local_files_only=True)
     return _end_tokens(own, tokenizer)
 
 
