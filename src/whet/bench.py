@@ -315,7 +315,9 @@ def _bench(
     directory.truncate_to(0, -1)
     display = Display([(p.name, p.total_steps or 0) for p in planned], quiet=True)
     stack.callback(display.close)
-    loaded = replace(loaded, day=began(out.parent), tokenizer=checkpoint.tokenizer_in(found[-1] if found else None))
+    loaded = replace(
+        loaded, day=began(out.parent), tokenizer=checkpoint.tokenizer_in(found[-1] if found else None)
+    )
     openers = join_cluster(loaded, planned, rewards, stack)
     watch = stack.enter_context(Watch(limit_s=watchdog_timeout_s(loaded)))
 
