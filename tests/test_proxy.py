@@ -11,6 +11,7 @@ import pytest
 
 from proxies import Proxy
 from servers import SglangServer, VllmServer
+from serving import vllm_engine
 from test_http_keys import inputs
 from test_rollout_contract import LIMIT, PROMPT, module
 from tiny import RUN
@@ -91,6 +92,31 @@ def test_replies_pass_through_the_proxy_and_all_else_goes_to_each_server(
         for one in two:
             assert len(calls(one, "/collective_rpc")) == 1, "each is given the weights itself"
         assert not engine.can.in_flight_updates
+        await engine.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("left", ["paused", "asleep"])
+def test_servers_that_a_killed_run_left_between_two_versions_answer_the_next_start(
+    two: list[VllmServer], proxy: Proxy, tmp_path: Path, left: str
+) -> None:
+    """The first token is asked for before there is an update that would let them go on."""
+
+    async def leave() -> None:
+        for one in two:
+            dead = vllm_engine(one.url, module(), max_context=LIMIT, end_token_ids=[])
+            await dead.open()
+            await (dead.pause(False) if left == "paused" else dead.place("cpu"))
+            await dead.calls.close()
+
+    run(leave())
+    engine = opened(tmp_path, two, proxy, timeout_s=10.0)
+
+    async def story() -> None:
+        await engine.update_weights(newer(3))
+        replies = await asyncio.gather(*(ask(engine, f"r{n}") for n in range(4)))
+        assert [r.versions for r in replies] == [[3] * 4] * 4
         await engine.close()
 
     run(story())

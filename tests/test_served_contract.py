@@ -495,6 +495,27 @@ def test_a_server_that_cannot_sleep_is_refused_where_it_has_to(kind: Kind, serve
     run(story())
 
 
+def test_a_server_that_a_killed_run_left_asleep_is_awake_before_it_loads() -> None:
+    """It outlives the run, whose next start knows nothing of it; a load into memory that was given back is refused."""
+    kind = KINDS["vllm"]
+    server = double(kind)
+
+    async def story() -> None:
+        dead = await opened(kind, server)
+        await dead.update_weights(WeightUpdate(version=3, module=module(seed=3)))
+        await dead.place("cpu")
+        await dead.calls.close()
+        engine = await opened(kind, server)
+        await engine.update_weights(WeightUpdate(version=2, module=module(seed=2)))
+        assert (await reply(engine, PROMPT, Sampling(max_tokens=3, ignore_eos=True))).versions == [2] * 3
+        await engine.close()
+
+    try:
+        run(story())
+    finally:
+        server.stop()
+
+
 @takers
 def test_servers_of_a_run_sleep_while_it_trains(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -532,6 +553,6 @@ def test_servers_of_a_run_sleep_while_it_trains(
     paths = {kind.generate: "reply", kind.phases[1]: "load", kind.sleep: "sleep", kind.wake: "wake"}
     seen = [paths.get(path, path) for path, _ in server.asked if path in {*paths, "freed"}]
     order = [name for name, _ in groupby(seen)]
-    begin = ["load", "reply"]
-    assert order[:2] == begin
-    assert order[2:] == ["sleep", "freed", "wake", "load", "reply"] * 3
+    begin = order.index("load")
+    assert order[begin : begin + 2] == ["load", "reply"]
+    assert order[begin + 2 :] == ["sleep", "freed", "wake", "load", "reply"] * 3

@@ -67,8 +67,8 @@ class ServerApi(Protocol):
         """Why it gives no memory of an accelerator back, and what to do; empty: it does, and has it again as it was."""
 
     async def open(self, weights: int) -> None:
-        """Ask the server what it is; its weights are of this version from here on. Raises ConfigError, with what to do,
-        where whet cannot sample from it."""
+        """Ask the server what it is. From here on it samples, even if a killed run has left it paused, and its weights
+        are of this version. Raises ConfigError, with what to do, where whet cannot sample from it."""
 
     def check(self, sampling: Sampling) -> None:
         """Raise RequestError for settings that this server does not take."""

@@ -117,6 +117,7 @@ class SglangApi:
     async def open(self, weights: int) -> None:
         """See `ServerApi`."""
         self.is_ = await detect(self.calls, max_context=self.max_context, experts=self.routes is not None)
+        await self.resume()  # a killed run may have left it paused
         await self.calls.ask(LABEL, {"new_version": str(weights), "abort_all_requests": False})
 
     def check(self, sampling: Sampling) -> None:

@@ -122,6 +122,8 @@ class VllmApi:
             adapters=self.folder.adapters,
             experts=self.routes is not None,
         )
+        await self.place(frozenset(), was=PARTS)  # a killed run may have left it asleep or paused
+        await self.resume()
         await self.calls.ask(LABEL, {"new_version": str(weights)})
 
     def check(self, sampling: Sampling) -> None:
