@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,6 +41,7 @@ from whet.models.lora import adapted, attach, refresh
 from whet.rollout.native.engine import NativeEngine
 from whet.sync.manifest import Manifest, describe
 from whet.sync.weights import publish, sync
+from whet.track.record import RunDirectory
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
 from whet.types import CheckpointError, ConfigError, Group, Rollout, Task, WhetError
@@ -259,6 +260,7 @@ class Bench:
     version = 0
     apart = False
     module: Any = None
+    directory: RunDirectory
 
     def __init__(self, meanwhile: Callable[[int], object]) -> None:
         self.meanwhile, self.steps, self.display = meanwhile, list[int](), MagicMock()
@@ -269,6 +271,7 @@ class Bench:
 
     async def evaluate(self, step: int) -> None:
         self.steps.append(step)
+        self.directory.log("main", step, metrics={"eval/accuracy": 0.5}, timings={"time/evaluate_s": 1.0})
         self.meanwhile(step)
 
 
@@ -286,11 +289,11 @@ def benched(
     bench: Any = Bench(lambda step: meanwhile(step, stop))
     evaluation = Evaluation(context, bench, bench, None)  # type: ignore[arg-type]
     monkeypatch.setattr(disaggregated, "open_evaluation", lambda job, index: evaluation)
-    (folder / "bench").mkdir()
     job: Any = MagicMock(plans=[None])
     job.loaded.config.sync.timeout_s, job.records.stop = 20.0, stop
-    job.records.directory.path = folder / "bench"
-    asyncio.run(evaluate_all(job, folder))
+    job.records.directory = bench.directory = RunDirectory(folder / "bench", ["main"])
+    with closing(bench.directory):
+        asyncio.run(evaluate_all(job, folder))
     return cast("list[int]", bench.steps)
 
 
@@ -310,6 +313,22 @@ def test_a_bench_leaves_out_what_the_trainer_deletes_before_its_turn(
             (tmp_path / "checkpoints/0-main-000003").rename(tmp_path / "checkpoints/.0-main-000003.new-drop")
 
     assert benched(tmp_path, monkeypatch, meanwhile) == [1, 4]
+
+
+@pytest.mark.parametrize("recorded", [1, 2])
+def test_a_bench_that_was_killed_while_it_recorded_an_evaluation_records_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: int
+) -> None:
+    """recorded: whole lines of metrics.jsonl. One more was begun, and one checkpoint is noted as evaluated."""
+    with closing(RunDirectory(tmp_path / "bench", ["main"])) as before:
+        for step in range(1, recorded + 1):
+            before.log("main", step, metrics={"eval/accuracy": 0.5}, timings={})
+    with open(tmp_path / "bench/metrics.jsonl", "a") as file:
+        file.write('{"eval/accur')
+    (tmp_path / "bench/benched.txt").write_text("0-main-000001\n")
+    assert benched(tmp_path, monkeypatch, lambda step, stop: None) == [2, 3, 4]
+    lines = (tmp_path / "bench/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_a_bench_that_finds_a_damaged_checkpoint_says_so(

@@ -36,6 +36,7 @@ from whet.learner import untrained
 from whet.recorder import Recorder, open_recorder
 from whet.rollout.engine import RolloutEngine
 from whet.stages import begin, begin_evaluation, tell
+from whet.storage.manifests import place_of
 from whet.sync.exchange import Receiver
 from whet.sync.files import Files
 from whet.sync.weights import hand_over
@@ -398,6 +399,8 @@ async def evaluate_all(job: Job, home: Path) -> None:
     patience_s, since = job.loaded.config.sync.timeout_s, time.monotonic()
     directory, display = job.records.directory, job.records.display
     done = set(_evaluated(directory.path))
+    newest = max(filter(None, map(place_of, done)), default=(0, -1))
+    directory.truncate_to(*newest)  # what a killed process recorded of a later checkpoint is made again
     evaluation: Evaluation | None = None
     while not job.records.stop.requested:
         last = checkpoint.glance(home / "checkpoints")
