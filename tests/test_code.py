@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -134,9 +135,14 @@ def test_an_installed_package_counts_by_its_version() -> None:
 
 
 @pytest.fixture
-def by_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script `whet`, whose path has not the working directory."""
+def by_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The script `whet`, whose path has not the working directory. Modules of the test are forgotten at its end: the
+    ranks of later tests would load them, too."""
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    yield
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", "")).startswith(f"{tmp_path}/"):
+            del sys.modules[name]
 
 
 @pytest.mark.usefixtures("by_script")
