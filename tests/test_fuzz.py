@@ -116,12 +116,13 @@ def a_loop_that_does_not_end_on_a_negative_number(patch: pytest.MonkeyPatch) -> 
 
 
 def memory_for_a_large_number(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(load, "check_files", lambda *_: None)
+    patch.setattr(load, "check_files", lambda *_, **__: None)
     read = load._read_config
 
-    def planted(path: Path, overrides: Any) -> Any:
-        config = read(path, overrides)
-        bytearray(max(0, config.vocab_size) * 2**20)
+    def planted(*asked: Any) -> Any:
+        config = read(*asked)
+        sizes = (config.vocab_size, config.head_dim, config.num_hidden_layers)
+        bytearray(min(max(0, *sizes), 2**20) * 2**20)
         return config
 
     patch.setattr(load, "_read_config", planted)
@@ -160,7 +161,7 @@ class Same:
 PLANTED: dict[Plant, tuple[str, int, str]] = {
     a_key_that_is_looked_up_blindly: ("config", 0, "KeyError"),
     a_loop_that_does_not_end_on_a_negative_number: ("data", 120, "did not come to an end"),
-    memory_for_a_large_number: ("model", 0, "took too much memory"),
+    memory_for_a_large_number: ("model", 182, "took too much memory"),
     recursion_in_c_on_what_nests_deep: ("config", 1140, "died of SIGSEGV"),
     a_wrong_type_that_is_read: ("data", 0, "wrong, but was read"),
     a_template_without_a_limit: ("template", 420, "did not come to an end"),

@@ -159,7 +159,9 @@ def refuses(value):
 def test_the_first_traceback_of_each_place_is_printed():
     with make(misses, refuses, max_output_bytes=4000) as jail:
         first, again, other = ask(jail, misses, misses, refuses)
-    assert first.output.startswith("Traceback (most recent call last):\n")
+    assert re.match(
+        rf"Traceback \(most recent call last\):\n  File \"{re.escape(__file__)}\", line \d+", first.output
+    )
     assert 'raise KeyError(f"no {value}")\n' in first.output
     assert first.output.endswith("KeyError: 'no 0.0'\n")
     assert [again.failure.kind, again.output] == ["raised", ""]

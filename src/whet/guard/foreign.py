@@ -55,10 +55,11 @@ def raised_at(error: BaseException) -> tuple[str, int] | None:
     while trace is not None:
         places.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    return next((at for at in reversed(places) if _is_foreign(at[0])), places[-1] if places else None)
+    return next((at for at in reversed(places) if is_foreign(at[0])), places[-1] if places else None)
 
 
-def _is_foreign(file: str) -> bool:
+def is_foreign(file: str) -> bool:
+    """Whether a file is neither whet's nor Python's own."""
     inside = file.startswith(_PYTHON) and "-packages" not in file
     return not inside and not file.startswith((_WHET, "<frozen "))
 

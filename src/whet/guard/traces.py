@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from whet.guard.foreign import describe, raised_at
+from whet.guard.foreign import describe, is_foreign, raised_at
 
 MOST_FRAMES = 20
 """The innermost of an error, and of each of its causes."""
@@ -27,8 +27,15 @@ class Traces:
 
 
 def written(error: BaseException) -> str:
-    """The traceback, with those of its causes; bounded, whatever the exception's own methods do."""
+    """The traceback from the first line of foreign code on, with those of its causes; bounded, whatever the exception's
+    own methods do."""
+    trace = error.__traceback__
+    while trace is not None and not is_foreign(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
     try:
-        return "".join(traceback.format_exception(error, limit=-MOST_FRAMES))[-MOST_TRACE:]
+        whole = traceback.format_exception(
+            type(error), error, trace or error.__traceback__, limit=-MOST_FRAMES
+        )
+        return "".join(whole)[-MOST_TRACE:]
     except BaseException:  # noqa: BLE001  foreign code
         return describe(error)
