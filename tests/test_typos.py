@@ -14,6 +14,7 @@ from whet.config.keys import suggest as suggest_native
 from whet.config.load import load
 from whet.dialects.match import read, suggest
 from whet.dialects.tables import FILES, dialect, joined, parts
+from whet.tables import find
 from whet.types import ConfigError
 
 SHARE = 0.95
@@ -72,3 +73,20 @@ def test_typos_of_every_dialect_are_refused_and_lead_to_the_right_key(name: str)
         assert unknown, f"{joined(wrong)} passes"
         right += suggest(unknown[0].cut, of)[:1] == [joined(key).removesuffix("[]")]
     assert right >= SHARE * 250, right
+
+
+@pytest.mark.parametrize("wrong", ["{file}::f", "{file}.f", "{file}:f()", "{file}::f()"])
+def test_a_function_in_the_form_of_another_tool_is_told_the_form_of_this_one(tmp_path, wrong):
+    file = tmp_path / "own.py"
+    file.write_text("def f(response): return 1.0\n")
+    for table in ({}, {"exact": len}):
+        with pytest.raises(ConfigError, match=f"expected '{file}:f'$"):
+            find(table, wrong.format(file=file), what="function")
+    assert find({}, f"{file}:f", what="function")("") == 1.0
+
+
+@pytest.mark.parametrize("given", ["{folder}/own", "{folder}/own.txt"])
+def test_a_path_is_a_file_whose_name_ends_in_py(tmp_path, given):
+    (tmp_path / "own.txt").write_text("def f(response): return 1.0\n")
+    with pytest.raises(ConfigError, match=r"no such file: |expected a name that ends in \.py"):
+        find({}, given.format(folder=tmp_path) + ":f", what="function")

@@ -1105,3 +1105,7 @@ def test_a_sampler_of_the_users_chooses_the_rows() -> None:
     assert data.order(known | {f"{at}.class_path": "a/b.py"}) == {}
     with pytest.raises(ConfigError, match=r"data.sampler.class_path needs data.sampler.class_name"):
         told(class_path="a/b.py")
+    with pytest.raises(
+        ConfigError, match=r"class_path=pkg://a.b:Cls: expected a.b alone; data.sampler.class_name is"
+    ):
+        told(**own | {"class_path": "pkg://a.b:Cls"})

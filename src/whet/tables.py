@@ -26,6 +26,9 @@ _USER = "whet_user_"
 """Begins the names of modules that are files of the user's."""
 
 _OWN = "'package.module:name' or 'path/to/file.py:name'"
+_FORM = re.compile(r"(.+?)(?:::?|(?<=\.py)\.)(\w+)(?:\(\))?")
+"""Of a name of the user's: the place and the name in it. Other tools write 'file.py::name', 'file.py.name'
+and 'file.py:name()'."""
 _NO_NAME = "a file alone does not say which function; expected {}:NAME"
 
 
@@ -43,8 +46,13 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
 
 def unknown(table: Mapping[str, object], name: str) -> str | None:
     """What is wrong with a name that is neither in the table nor one of the user's."""
+    if name in table:
+        return None
+    form = _FORM.fullmatch(name)
+    if form and name != (meant := ":".join(form.groups())):
+        return f"{name!r}: expected {meant!r}"
     place, _, own = name.rpartition(":")
-    if name in table or (place and own):
+    if place and own:
         return None
     if name.endswith(".py"):
         return f"{name!r}: {_NO_NAME.format(name)}"
@@ -158,7 +166,7 @@ def loaded_files() -> list[str]:
 
 def load_place(place: str) -> ModuleType:
     """The module of the user's, or of ours, at 'package.module' or 'path/to/file.py'."""
-    if place.endswith(".py"):
+    if place.endswith(".py") or os.sep in place:
         return load_module(Path(place))
     if place.partition(".")[0] != __package__:
         _find_here()
@@ -180,6 +188,8 @@ def load_module(path: Path) -> ModuleType:
     if not path.is_file():
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise OSError(f"no such file: {path}{near(path.name, beside)}")
+    if path.suffix != ".py":
+        raise OSError(f"{path} is not a Python file; expected a name that ends in .py")
     loader = importlib.util.spec_from_file_location(name, path)
     assert loader is not None
     assert loader.loader is not None

@@ -59,8 +59,14 @@ def code(v: Values, key: str, name_key: str, default: str | None = None) -> str:
     if not isinstance(name, str):
         raise ConfigError(f"{key} needs {name_key}, the name in that file")
     if place.startswith("pkg://"):
-        return f"{place.removeprefix('pkg://').replace('/', '.')}:{name}"
-    return f"{local({**v, key: place.removeprefix('file://')}, key)}:{name}"
+        place = place.removeprefix("pkg://").replace("/", ".")
+    else:
+        place = local({**v, key: place.removeprefix("file://")}, key)
+    if ":" in place:
+        raise ConfigError(
+            f"{key}={v[key]}: expected {place.partition(':')[0]} alone; {name_key} is for the name in it"
+        )
+    return f"{place}:{name}"
 
 
 # ---------------------------------------------------------------- who is there
