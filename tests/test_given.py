@@ -128,7 +128,7 @@ def test_a_resumed_run_reads_the_rows_it_began_with(tmp_path):
             DataError,
             "line 5: its prompt has 20 tokens, the limit is 16",
         ),
-        ([{"prompt": "ab"}], ConfigError, "reward 'reward' needs a value for level"),
+        ([{"prompt": "ab"}], ConfigError, "reward 'reward': function .* needs a value for level"),
     ],
 )
 def test_what_is_wrong_with_the_data_of_a_later_stage_is_told_before_the_first(rows, error, said, tmp_path):

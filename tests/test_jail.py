@@ -632,7 +632,7 @@ def load_exits():
     ("loader", "match"),
     [
         (load_raises, "'mine'.*RuntimeError: cannot import this"),
-        (load_exits, "the process that loads the rewards ended"),
+        (load_exits, "^reward 'mine' ended the process that loads it"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_a_config_error(loader, match):

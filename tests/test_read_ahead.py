@@ -58,7 +58,7 @@ def _no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"data": NO_PROMPT}, "row 3: "),
         ({"data": TOO_LONG}, "row 3: its prompt has 12 tokens, the limit is 8"),
         ({"data": NO_TEXT}, "row 3: "),
-        (NO_COLUMN, "reward 'right' needs a value for solution"),
+        (NO_COLUMN, "right' needs a value for solution"),
         (SFT, "no column 'reply'"),
         ({"algorithm": {"loss": "nowhere.py:f"}}, "loss 'nowhere.py:f': cannot load"),
         ({"rollout": {"sampling": {"stop": ["<eos>"]}}}, "has the control token"),

@@ -353,9 +353,9 @@ def test_bind_gives_a_function_what_it_asks_for():
         await asyncio.sleep(0)
         return 7.0
 
-    bind(plain, {}, name="r")(packed, reply)
-    bind(reordered, {"bonus": 3}, name="r")(packed, reply)
-    bind(compute_score, {"scale": 2}, name="r")(packed, reply)
+    bind(plain, {}, what="reward 'r'")(packed, reply)
+    bind(reordered, {"bonus": 3}, what="reward 'r'")(packed, reply)
+    bind(compute_score, {"scale": 2}, what="reward 'r'")(packed, reply)
     assert seen["plain"] == ("text", t)
     assert seen["reordered"][:2] == (1, 3)
     assert seen["reordered"][3] == "text"
@@ -363,7 +363,7 @@ def test_bind_gives_a_function_what_it_asks_for():
     assert seen["reordered"][2].items() >= told.items()
     info = {"k": 2, "num_turns": 2, "rollout_reward_scores": {}}
     assert seen["verl"] == ("s", "text", [1, {"a": None}], info, 2)
-    assert bind(later, {}, name="r")(packed, reply) == 7.0
+    assert bind(later, {}, what="reward 'r'")(packed, reply) == 7.0
 
 
 EPISODE = (
@@ -393,15 +393,15 @@ def test_a_reward_has_the_episode_at_hand():
     def trl(prompts, completions):
         return [float(len(messages)) for messages in completions]
 
-    bind(own, {}, name="r")(packed, reply)
-    bind(compute_score, {}, name="r")(packed, reply)
+    bind(own, {}, what="reward 'r'")(packed, reply)
+    bind(compute_score, {}, what="reward 'r'")(packed, reply)
     assert [m["role"] for m in seen["own"]["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
     assert seen["own"]["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": 1}}
     assert (seen["own"]["state"], seen["own"]["stop_reason"]) == ({"board": [1, 2]}, "done")
     assert (seen["own"]["reward"], seen["own"]["parts"]) == (0.5, {"env": 0.5})
     # the prompt, two replies, one answer of the tools
     assert seen["verl"] == {"k": 2, "board": [1, 2], "num_turns": 4, "rollout_reward_scores": {"env": 0.5}}
-    assert bind(trl, {}, name="r")(packed, rollouts=[reply, reply]) == {"0": 5.0, "1": 5.0}
+    assert bind(trl, {}, what="reward 'r'")(packed, rollouts=[reply, reply]) == {"0": 5.0, "1": 5.0}
     again = groups.decode(groups.encode(Group(t, (one,)))).rollouts[0]
     assert (again.messages, again.state) == (one.messages, one.state)
 
@@ -450,13 +450,46 @@ def test_a_reply_that_no_reward_gave_a_value_is_unscored():
     [
         (lambda response, task, ignore_case=False: 0, {"ignore_caes": 1}, "did you mean 'ignore_case'"),
         (lambda reply: 0, {}, r"takes \(reply\); expected \(response, task, ...\)"),
-        (lambda response, task: 0, {"response": "x"}, "no argument 'response'"),
+        (lambda *args, **kwargs: 0, {}, r"takes \(\*args, \*\*kwargs\); expected"),
+        (lambda response, task: 0, {"response": "x"}, "no argument 'response'.*; it has: none"),
         (lambda response, task, /: 0, {}, "by name"),
     ],
 )
 def test_bind_refuses_what_could_never_be_called(function, arguments, match):
     with pytest.raises(ConfigError, match=match):
-        bind(function, arguments, name="r")
+        bind(function, arguments, what="reward 'r'")
+
+
+class Scorer:
+    def __call__(self, response):
+        return float(len(response))
+
+
+def test_a_class_is_refused_and_an_object_of_it_is_a_reward():
+    with pytest.raises(ConfigError, match=r"'Scorer'.* is a class; expected a function"):
+        run([group(task(), "abc")], {"own": RewardConfig(function="object:own")}, {"own": Scorer})
+    (scored,) = run([group(task(), "abc")], {"own": RewardConfig(function="object:own")}, {"own": Scorer()})
+    assert [r.reward for r in scored.rollouts] == [3.0]
+
+
+def test_errors_of_loading_name_the_reward_and_its_function(tmp_path):
+    ends = tmp_path / "ends.py"
+    ends.write_text("import os\nos._exit(3)\n")
+    named = tmp_path / "named.py"
+    named.write_text("def f(x): return 1.0\n")
+    cases = {
+        f"{ends}:f": "ended the process that loads it",
+        f"{named}:f": r"takes \(x\); expected",
+        f"{tmp_path}/named:f": "no such file: .*did you mean 'named.py'",
+    }
+    for function, match in cases.items():
+        rewards = {"exact": RewardConfig(function="exact"), "own": RewardConfig(function=function)}
+        with pytest.raises(ConfigError, match=f"^reward 'own': function '{function}'.*{match}"):
+            RewardSet.from_config(rewards, RewardWorkersConfig())
+    with pytest.raises(
+        ConfigError, match=r"^reward 'own': function '.*<lambda>' \(.*test_rewards.py:\d+\) takes"
+    ):
+        run([group(task(), "abc")], {"own": RewardConfig(function="object:own")}, {"own": lambda x: 1.0})
 
 
 def test_errors_of_loading_reach_the_config(tmp_path):

@@ -128,11 +128,13 @@ class Jail:
         max_output_bytes: int = 65536,
         patience_s: float = 10.0,
         prepare: Callable[[], None] = lambda: None,
+        titles: Mapping[str, str] | None = None,
     ) -> None:
         """`patience_s`: longest time without a message from the forkserver (nursery), which reports every second,
         before it is replaced.
 
-        `prepare` runs in the child before the loaders do; a WhetError of it becomes a ConfigError here.
+        `prepare` runs in the child before the loaders do; a WhetError of it becomes a ConfigError here. `titles`: what
+        errors of loading call a function.
         """
         if not hasattr(os, "fork"):
             raise ConfigError(
@@ -141,6 +143,7 @@ class Jail:
         if word := confine.missing():
             log.warning("rewards are only partly sandboxed: %s", word)
         self.functions = {name: place for place, name in enumerate(functions)}
+        self._titles = titles or {}
         self.workers, self.timeout_s, self.patience_s = workers, timeout_s, patience_s
         self._numbers = count(1)
         self._pending: dict[int, _Pending] = {}
@@ -176,14 +179,18 @@ class Jail:
 
     def _start(self) -> socket.socket:
         self._control.settimeout(_LOAD_S)
+        number, what = nursery.LOADING, "the code that `imports` names"
         try:
-            problem = json.loads(frames.receive(self._control)[1])
+            while number == nursery.LOADING:
+                number, body = frames.receive(self._control)
+                problem = json.loads(body)
+                what = self._titles.get(problem, f"reward {problem!r}") if number else what
         except EOFError:
             raise ConfigError(
-                "the process that loads the rewards ended while loading them; see its output above"
+                f"{what} ended the process that loads it (os._exit, or a crash); see its output above"
             ) from None
         except TimeoutError:
-            raise ConfigError(f"loading the rewards took more than {_LOAD_S:g} s") from None
+            raise ConfigError(f"{what}: loading it took more than {_LOAD_S:g} s") from None
         if problem:
             raise ConfigError(problem)
         return self._connect()

@@ -40,6 +40,8 @@ Loader = Callable[[], worker.Function | worker.Guarded]
 
 KILL = b"k"
 """Run to keeper: the nursery does not answer, replace it."""
+LOADING = 1
+"""Number of a message of the keeper: the name of the function that it loads now. The last of them has the number 0."""
 CALL = struct.Struct("!dI")
 """Head of a call's body: its timeout in seconds, and which function, by its place. The rest is for the worker."""
 
@@ -137,7 +139,8 @@ def keep(
 ) -> None:
     """The supervisor's main function, below the process `run`. `prepare` is called before any loader.
 
-    It reports on `control` whether loading succeeded, then sends a channel for every forkserver that it forks.
+    It reports on `control` what it loads, then whether loading succeeded; then it sends a channel for every forkserver
+    that it forks.
     """
     confine.detach()
     confine.adopt_orphans()
@@ -145,7 +148,7 @@ def keep(
     confine.die_with(run)
     stacks.listen("reward-keeper")
     one_thread()
-    functions, problem = _load(loaders, prepare)
+    functions, problem = _load(loaders, prepare, control)
     one_thread()  # whatever foreign code has set: from here on it is forked
     wake_with_parent()  # SIGKILL would also come when only the thread that forked this process ends
     control.sendall(frames.pack(0, json.dumps(problem).encode()))
@@ -166,14 +169,18 @@ def keep(
                 confine.sweep(set(), {})
 
 
-def _load(loaders: Mapping[str, Loader], prepare: Callable[[], None]) -> tuple[list[worker.Guarded], str]:
-    """The functions in their order, and '' or what went wrong."""
+def _load(
+    loaders: Mapping[str, Loader], prepare: Callable[[], None], control: socket.socket
+) -> tuple[list[worker.Guarded], str]:
+    """The functions in their order, and '' or what went wrong. `control` gets the name of each before it is loaded,
+    which may end this process."""
     functions = []
     try:
         prepare()
     except WhetError as error:
         return [], str(error)
     for name, load in loaders.items():
+        control.sendall(frames.pack(LOADING, json.dumps(name).encode()))
         try:
             found = load()
         except WhetError as error:

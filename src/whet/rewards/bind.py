@@ -59,20 +59,26 @@ def pack_rollout(rollout: Rollout) -> dict[str, Json]:
 
 
 def bind(
-    function: RewardFunction, arguments: Mapping[str, Json], *, name: str, columns: bool = True
+    function: RewardFunction, arguments: Mapping[str, Json], *, what: str, columns: bool = True
 ) -> Callable[..., Any]:
-    """The function on the packed forms. ConfigError if it does not take the `arguments`.
+    """The function on the packed forms. ConfigError, which begins with `what`, if it does not take the `arguments`.
 
     `call(task, rollout)` gives its value for one rollout; `call(task, rollouts)` of a function of batches, a dict with
     the values by position. Two ways call nothing: `call()` tells the shape, {"score": 0, BATCH: 0 or 1}; `call(task)`
     raises ConfigError where the task lacks a column that the function needs. columns: parameters may be columns of the
     data.
     """
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{what} is a class; expected a function: name an object of the class that has __call__, or a function "
+            "that calls it. A class of an environment is named by rollout.env.make (SkyRL's env_class: with "
+            "generator.max_turns above 1)"
+        )
     parameters = inspect.signature(function).parameters
     given = next((shape for told, shape in _SHAPES.items() if told in parameters), _GIVEN)
     batch = given in (_GIVEN_TRL, _GIVEN_VERL_BATCH)
     with_task = batch and not columns  # else `task` is a column like any other
-    _check(parameters, given, arguments, name=name, columns=columns, more=("task",) if with_task else ())
+    _check(parameters, given, arguments, what=what, columns=columns, more=("task",) if with_task else ())
     asked = [p for p in parameters.values() if p.kind not in _VARIADIC]
     wanted = {p.name: p.default is p.empty for p in asked if p.name not in (*given, *arguments)}
     every = columns and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -81,7 +87,7 @@ def bind(
         there = {**task.extra, **({} if task.answer is None else {"answer": task.answer})}
         if columns and (lacking := [n for n, needed in wanted.items() if needed and n not in there]):
             raise ConfigError(
-                f"reward {name!r} needs a value for {', '.join(lacking)}: give it under `arguments`, or a column of "
+                f"{what} needs a value for {', '.join(lacking)}: give it under `arguments`, or a column of "
                 f"that name to the data; columns of source {task.source!r}: {', '.join(sorted(there)) or 'none'}"
             )
         return {n: v for n, v in there.items() if n in wanted or (batch and every and n not in given)}
@@ -170,7 +176,7 @@ def _check(
     given: tuple[str, ...],
     arguments: Mapping[str, Json],
     *,
-    name: str,
+    what: str,
     columns: bool,
     more: tuple[str, ...] = (),
 ) -> None:
@@ -178,13 +184,11 @@ def _check(
     given beside the shape."""
     kinds = {p.kind for p in parameters.values()}
     if inspect.Parameter.POSITIONAL_ONLY in kinds:
-        raise ConfigError(
-            f"reward {name!r}: its arguments are passed by name; remove the '/' from its signature"
-        )
+        raise ConfigError(f"{what}: its arguments are passed by name; remove the '/' from its signature")
     named = [p for p in parameters.values() if p.kind not in _VARIADIC]
     if given[0 if given is _GIVEN else 1] not in parameters:
         raise ConfigError(
-            f"reward {name!r} takes ({', '.join(parameters)}); expected (response, task, ...), "
+            f"{what} takes ({', '.join(map(_written, parameters.values()))}); expected (response, task, ...), "
             f"verl's ({', '.join(_GIVEN_VERL)}) or TRL's (prompts, completions, ...)"
         )
     for key in arguments:
@@ -193,7 +197,7 @@ def _check(
         ):
             free = [p.name for p in named if p.name not in given]
             raise ConfigError(
-                f"reward {name!r} has no argument {key!r}{near(key, free)}; it has: {', '.join(free)}"
+                f"{what} has no argument {key!r}{near(key, free)}; it has: {', '.join(free) or 'none'}"
             )
     missing = [
         p.name
@@ -201,6 +205,10 @@ def _check(
         if p.default is p.empty and p.name not in (*given, *more) and p.name not in arguments
     ]
     if missing and not columns:
-        raise ConfigError(
-            f"reward {name!r} needs a value for {', '.join(missing)}; give it under `arguments`"
-        )
+        raise ConfigError(f"{what} needs a value for {', '.join(missing)}; give it under `arguments`")
+
+
+def _written(parameter: inspect.Parameter) -> str:
+    """Its name, with the stars that it has in a signature."""
+    stars = [parameter.kind is parameter.VAR_KEYWORD, parameter.kind in _VARIADIC]
+    return "*" * sum(stars) + parameter.name

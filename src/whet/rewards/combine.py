@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import time
@@ -141,6 +142,7 @@ class RewardSet:
                 timeout_s=workers.timeout_s,
                 memory_mb=workers.memory_mb,
                 prepare=partial(_prepare, workers.env, imports),
+                titles={n: _title(n, rewards[n], objects.get(n)) for n in loaders},
             )
         return RewardSet(weights, jail, seed, workers.max_failure_rate, models=models, judges=judges)
 
@@ -194,7 +196,7 @@ def _load(
         **reward.arguments,
         **({"processes": workers.count} if unconfined and unconfined.shared else {}),
     }
-    call = bind(function, arguments, name=name, columns=not ours)
+    call = bind(function, arguments, what=_title(name, reward, given), columns=not ours)
 
     def told(by: str) -> Any:
         """What a function of the arguments says."""
@@ -215,6 +217,16 @@ def _load(
             f"reward {name!r}: {asked or runs}; so it may run only in a sandbox, which this system does not have: {why}"
         )
     return Guarded(call, confined=bool(asked) or (ours and not unconfined), once=bool(executes))
+
+
+def _title(name: str, reward: schema.RewardConfig, given: RewardFunction | None) -> str:
+    """What errors call a reward: its name and its function, which for one from Python has the place of its text."""
+    if given is None:
+        return f"reward {name!r}: function {reward.function!r}"
+    bare = inspect.unwrap(given)
+    code = getattr(bare, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"reward {name!r}: function {getattr(bare, '__qualname__', type(bare).__name__)!r}{where}"
 
 
 def _check_unconfined(
