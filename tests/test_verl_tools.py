@@ -416,6 +416,20 @@ def test_files_that_are_none(files: Path) -> None:
     (files / "away.yaml").write_text(json.dumps({"tools": [{"class_name": "no_such_module.Tool"}]}))
     with pytest.raises(ConfigError, match="cannot load 'no_such_module'"):
         tools.specs({"tool_config": f"{files}/away.yaml"})
+    (files / "wrong.py").write_text(
+        "class Few:\n    def __init__(self): pass\n"
+        "class Bare:\n    def __init__(self, config, tool_schema): pass\n"
+        "class NoSchema(Bare):\n    def create(self): pass\n    execute = release = create\n"
+    )
+    for name, said in (
+        ("Few", r"with config, tool_schema raised TypeError: .*__init__\(\) got an unexpected keyword"),
+        ("Bare", "has no create, execute, release; expected the methods of verl's BaseTool"),
+        ("NoSchema", "has no tool_schema; give it in the file"),
+    ):
+        wrong = {"tools": [{"class_name": f"{files}/wrong.py:{name}"}]}
+        (files / f"{name}.yaml").write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=f"{name}.yaml: .*wrong.py:{name} {said}"):
+            tools.specs({"tool_config": f"{files}/{name}.yaml"})
     for arguments, said in (
         ({}, "names no tool"),
         ({"tool_confg": "x"}, "did you mean 'tool_config'"),

@@ -355,11 +355,14 @@ def _interaction(asked: VerlArguments, kwargs: Mapping[str, Json]) -> Any:
 
 # ---------------------------------------------------------------- from files
 
+_METHODS = ("create", "execute", "release")
+"""What is called of a tool."""
+
 
 @cache
 def tools_of(config: str | None, functions: str | None) -> dict[str, VerlTool]:
     """The tools of two files by name. They are made once for each process. ConfigError for a file that is none."""
-    found = [*map(_tool, _entries(config, "tools")), *_functions(functions)]
+    found = [*(_tool(entry, config) for entry in _entries(config, "tools")), *_functions(functions)]
     names = [tool.spec.name for tool in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
@@ -379,7 +382,7 @@ def interactions_of(config: str) -> dict[str, Any]:
         name = entry.get("name") or (simple.removesuffix("Interaction") or simple).lower()
         if name in found:
             raise ConfigError(f"{config}: two interactions have the name {name!r}; give each one of its own")
-        found[name] = _class(entry, config)(config={**(entry.get("config") or {}), "name": name})
+        found[name] = _made(entry, config, config={**(entry.get("config") or {}), "name": name})
     return found
 
 
@@ -401,26 +404,47 @@ def _entries(path: str | None, section: str) -> list[dict[str, Any]]:
     return found
 
 
-def _class(entry: Mapping[str, Any], path: str | None) -> Callable[..., Any]:
+def _loaded(entry: Mapping[str, Any], path: str | None) -> Callable[..., Any]:
     """The class of an entry: package.module.Class, as verl has it, or path/to/file.py:Class."""
-    name = class_place(str(entry["class_name"]))
-    return load_object(name, what=f"{path}: class_name")
+    return load_object(class_place(str(entry["class_name"])), what=f"{path}: class_name")
 
 
-def _tool(entry: Mapping[str, Any]) -> VerlTool:
+def _made(entry: Mapping[str, Any], path: str | None, **given: Any) -> Any:
+    """An object of the class of an entry. ConfigError names the file and the class."""
+    made = _loaded(entry, path)
+    try:
+        return made(**given)
+    except Exception as error:  # code of the user's
+        raise ConfigError(
+            f"{path}: {entry['class_name']} with {', '.join(given)} raised {describe(error)}"
+        ) from error
+
+
+def _tool(entry: Mapping[str, Any], path: str | None) -> VerlTool:
     config = dict(entry.get("config") or {})
     if (kind := config.get("type", "native")) != "native":
         raise ConfigError(
             f"{entry['class_name']}: config.type={kind}; expected native. For tools of MCP servers write "
             "rollout.env.make=whet.envs.tool_env:tools with the argument mcp (docs/tools.md)"
         )
-    made, given = _class(entry, "tools"), entry.get("tool_schema")
-    schemas = sys.modules.get("verl.tools.schemas")  # the class has imported it, if it needs it
+    _loaded(entry, path)
+    given = entry.get("tool_schema")
+    schemas = sys.modules.get("verl.tools.schemas")  # the module of the class has imported it, if it needs it
     schema = None
     if given is not None:
         schema = schemas.OpenAIFunctionToolSchema.model_validate(given) if schemas else Schema(given)
-    thing = made(config=config, tool_schema=schema)
-    return VerlTool(_spec(getattr(thing, "tool_schema", None) or thing.get_openai_tool_schema()), thing)
+    thing = _made(entry, path, config=config, tool_schema=schema)
+    if lacking := [method for method in _METHODS if not callable(getattr(thing, method, None))]:
+        raise ConfigError(
+            f"{path}: {entry['class_name']} has no {', '.join(lacking)}; expected the methods of verl's BaseTool: "
+            f"{', '.join(_METHODS)}"
+        )
+    told = getattr(thing, "tool_schema", None) or getattr(thing, "get_openai_tool_schema", lambda: None)()
+    if told is None:
+        raise ConfigError(
+            f"{path}: {entry['class_name']} has no tool_schema; give it in the file, or a method get_openai_tool_schema"
+        )
+    return VerlTool(_spec(told), thing)
 
 
 def _spec(schema: Any) -> ToolSpec:
