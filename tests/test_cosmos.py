@@ -315,6 +315,9 @@ def test_a_data_set_is_a_file_a_folder_or_a_function(tmp_path: Path) -> None:
     assert data(function) == order | {
         at + "function": "a.py:rows", at + "arguments": {"count": 3, "split": "pool"},
     }  # fmt: skip
+    for name in ("a.py", "a.py.rows", "a.py::rows"):
+        with pytest.raises(ConfigError, match=r"train_policy.dataset.name: .*expected '?a.py:"):
+            data(values(p_dataset__name=name))
     for wrong in ({"p_dataset__name": ""}, {"p_prompt_column_name": ""}, {"p_dataset__split": "test"}):
         with pytest.raises(ConfigError, match="train_policy"):
             data(values(**wrong))

@@ -10,6 +10,7 @@ from whet.dialects.cosmos.steps import together_up
 from whet.dialects.cosmos.values import POLICY, at_revision, is_sft, since, texts, weights
 from whet.dialects.row import NotSupportedYet, Values
 from whet.dialects.typed import rows_of_split
+from whet.tables import unknown
 from whet.types import ConfigError, Json
 
 FILES = (".parquet", ".jsonl", ".json", ".csv")
@@ -87,6 +88,8 @@ def _source(values: Values, at: str) -> dict[str, Json]:
             f"{at}.name is empty: give a local file or folder. A data set that a launch script would pass is named as "
             "'file.py:function', a function that returns the rows."
         )
+    if ".py" in name and not is_remote(name) and (wrong := unknown({}, name)):
+        raise ConfigError(f"{at}.name: {wrong}, a function that returns the rows.")
     if ":" in name and not is_remote(name):
         arguments = (values["custom"] or {}) | _without_empty({"subset": subset, "split": split})
         return {"function": name} | _without_empty({"arguments": arguments})
