@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import whet
 import whet.job
+import whet.track.monitor
 from tiny import RUN, tiny_model
 from whet.config.schema import ModelConfig
 from whet.config.tree import merge
@@ -128,6 +130,26 @@ def test_the_data_of_a_stage_is_read_once(tmp_path: Path) -> None:
     found = Counter(calls.read_text().split())
     named = 1  # where columns are not, the first row says them
     assert found == {"first": named + 1, "second": named + 1, "shown": 1}
+
+
+def test_what_passes_before_a_stage_begins_is_in_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data is read before the models are, which take 1000 s here, and before the stages that come first."""
+    passed, open_models = [0.0], whet.job.open_models
+
+    def slowly(*given: Any, **more: Any) -> Any:
+        passed[0] += 1000
+        return open_models(*given, **more)
+
+    monkeypatch.setattr(whet.job, "open_models", slowly)
+    monkeypatch.setattr(whet.track.monitor, "clock", lambda: time.perf_counter() + passed[0])
+    sections = merge(RUN, {"train": {"steps": 1}}) | {"stages": [{"name": "a"}, {"name": "b"}]}
+    assert whet.train(run_dir=str(tmp_path), **sections).finished
+    lines = map(json.loads, (tmp_path / "timings.jsonl").read_text().splitlines())
+    seconds = {line["stage"]: line["time/step_s"] for line in lines}
+    assert seconds.keys() == {"a", "b"}
+    assert max(seconds.values()) < 1000
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -102,6 +102,7 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
         with timeline.span(OPEN_STAGE, STEPS):
             await give_back(job.models, job.plans[index])
             begun = job.begun.pop(index, None) or await begin(job, index)
+            begun.context.monitor.begin()
             check(job, begun)
             tell(begun, job.tokenizer)
             stage, profiler = open_stage(job, begun, before, ranks)

@@ -51,7 +51,11 @@ class Monitor:
     together: Together = field(default_factory=Together)
     """Concurrent work of several explorers, timed once."""
     since: float = field(default_factory=lambda: clock())
-    """When the last step was recorded."""
+    """When the last step was recorded, or the stage began."""
+
+    def begin(self) -> None:
+        """The stage begins: what passed since its data was read belongs to no step of it."""
+        self.since = clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
