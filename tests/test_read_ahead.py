@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from whet.config.tree import merge
 from whet.data.tokenizer import build
 from whet.models.load import build as build_model
 from whet.models.load import end_tokens, end_tokens_ahead, export
-from whet.types import ConfigError, DataError
+from whet.types import CheckpointError, ConfigError, DataError
 
 ROOT = Path(__file__).parents[1]
 ROWS: list[dict[str, Any]] = [{"prompt": "ab", "answer": "b"}, {"prompt": "ba", "answer": "a"}]
@@ -194,3 +195,23 @@ def test_end_tokens_are_those_of_the_model_that_is_read(
     how: dict[str, Any] = {"eos_token_id": 1, "pad_token_id": 0, "seed": 0, "device": "cpu"}
     model = build_model(given, vocab_size=len(tokenizer), dtype=torch.float32, **how)
     assert end_tokens_ahead(given, tokenizer) == end_tokens(model, tokenizer)
+
+
+def test_end_tokens_of_the_text_part_of_a_config(tmp_path: Path) -> None:
+    """Where there is no generation_config.json, as transformers has them of a model of text and images."""
+    tokenizer = build("chars", 61, ["ab"])
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": {"eos_token_id": 9}})
+    )
+    assert end_tokens_ahead(ModelConfig(path=str(tmp_path)), tokenizer) == {tokenizer.eos_token_id, 9}
+
+
+def test_a_generation_config_that_is_none_names_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    export(tiny_model(layers=1), build("chars", 61, ["ab"]), folder)
+    (folder / "generation_config.json").write_text("[3]")
+    sections = merge(RUN, {}) | {"model": {"path": str(folder)}, "tokenizer": {}}
+    with pytest.raises(
+        CheckpointError, match=f"^model.path={re.escape(str(folder))}: transformers cannot load it"
+    ):
+        whet.train(run_dir=str(tmp_path / "run"), **sections)

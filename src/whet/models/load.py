@@ -117,9 +117,12 @@ def end_tokens_ahead(cfg: schema.ModelConfig, tokenizer: PreTrainedTokenizerBase
     own: GenerationConfig | None = None
     if cfg.path is not None:
         path = Path(cfg.path).expanduser()
-        file = GENERATION_CONFIG_NAME if (path / GENERATION_CONFIG_NAME).is_file() else CONFIG_NAME
-        with contextlib.suppress(OSError):  # what cannot be read is `build`'s to tell
-            own = GenerationConfig.from_pretrained(path, file, local_files_only=True)
+        of_model = not (path / GENERATION_CONFIG_NAME).is_file()
+        file = CONFIG_NAME if of_model else GENERATION_CONFIG_NAME
+        with contextlib.suppress(Exception):  # what cannot be read is `build`'s to tell
+            own = GenerationConfig.from_pretrained(
+                path, file, local_files_only=True, _from_model_config=of_model
+            )
     return _end_tokens(own, tokenizer)
 
 
