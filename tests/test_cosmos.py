@@ -318,6 +318,8 @@ def test_a_data_set_is_a_file_a_folder_or_a_function(tmp_path: Path) -> None:
     for name in ("a.py", "a.py.rows", "a.py::rows"):
         with pytest.raises(ConfigError, match=r"train_policy.dataset.name: .*expected '?a.py:"):
             data(values(p_dataset__name=name))
+    for name in ("/home/u/.pyenv/rows.jsonl", "x.python/rows", "org/my.pyset", "rows.py.jsonl"):
+        assert data(values(p_dataset__name=name, p_dataset__split="train"))[at + "path"] == name
     for wrong in ({"p_dataset__name": ""}, {"p_prompt_column_name": ""}, {"p_dataset__split": "test"}):
         with pytest.raises(ConfigError, match="train_policy"):
             data(values(**wrong))

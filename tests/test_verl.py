@@ -1099,7 +1099,8 @@ def test_a_sampler_of_the_users_chooses_the_rows() -> None:
         "pace": 3,
     }
     assert made["data.order.config"]["prompt_key"] == "prompt"
-    assert told(**own | {"class_path": "a/b.py"})["data.order.class_path"] == "a/b.py:Cls"
+    for file in ("a/b.py", "a/T10:30/b.py"):
+        assert told(**own | {"class_path": file})["data.order.class_path"] == f"{file}:Cls"
     assert told() == {}
     assert data.order(known) == {"data.order": "shuffle"}
     assert data.order(known | {f"{at}.class_path": "a/b.py"}) == {}

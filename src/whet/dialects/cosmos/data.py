@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,7 +89,9 @@ def _source(values: Values, at: str) -> dict[str, Json]:
             f"{at}.name is empty: give a local file or folder. A data set that a launch script would pass is named as "
             "'file.py:function', a function that returns the rows."
         )
-    if ".py" in name and not is_remote(name) and (wrong := unknown({}, name)):
+    # of the last part alone: a folder above it may be ~/.pyenv
+    of_python = re.search(r"\.py\b", name.rpartition("/")[2]) and not name.endswith(FILES)
+    if of_python and not is_remote(name) and (wrong := unknown({}, name)):
         raise ConfigError(f"{at}.name: {wrong}, a function that returns the rows.")
     if ":" in name and not is_remote(name):
         arguments = (values["custom"] or {}) | _without_empty({"subset": subset, "split": split})

@@ -62,10 +62,8 @@ def code(v: Values, key: str, name_key: str, default: str | None = None) -> str:
         place = place.removeprefix("pkg://").replace("/", ".")
     else:
         place = local({**v, key: place.removeprefix("file://")}, key)
-    if ":" in place:
-        raise ConfigError(
-            f"{key}={v[key]}: expected {place.partition(':')[0]} alone; {name_key} is for the name in it"
-        )
+    if (colon := place.find(":", place.rfind("/") + 1)) >= 0:  # a folder's name may have one
+        raise ConfigError(f"{key}={v[key]}: expected {place[:colon]} alone; {name_key} is for the name in it")
     return f"{place}:{name}"
 
 
