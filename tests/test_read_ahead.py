@@ -133,6 +133,16 @@ def test_the_data_of_a_stage_is_read_once(tmp_path: Path) -> None:
     assert found == {"first": named + 1, "second": named + 1, "shown": 1}
 
 
+def test_rewards_that_stages_share_and_that_cannot_be_loaded_are_loaded_once(tmp_path: Path) -> None:
+    loads, file = tmp_path / "loads", tmp_path / "wrong.py"
+    file.write_text(f"with open({str(loads)!r}, 'a') as file:\n    file.write('x')\nraise ValueError('no')\n")
+    sections = merge(RUN, {}) | {"stages": [{"name": "a"}, {"name": "b"}]}
+    sections["rewards"] = {"right": {"function": f"{file}:right"}}
+    with pytest.raises(ConfigError, match=r"^reward 'right'.*ValueError: no"):
+        whet.train(run_dir=str(tmp_path / "run"), **sections)
+    assert loads.read_text() == "x"
+
+
 def test_what_passes_before_a_stage_begins_is_in_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

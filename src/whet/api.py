@@ -520,7 +520,7 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
                 f"rewards.{name}: this was a function passed from Python, which cannot be loaded here; pass it again "
                 f"(rewards={{'{name}': ...}}), or give a function by name: rewards.{name}=rewards.py:FUNCTION"
             )
-    made: list[tuple[Any, RewardSet]] = []
+    made: list[tuple[Any, RewardSet | ConfigError]] = []
     out = []
     with EachStage(loaded.names) as stage:
         for n, cfg in enumerate(loaded.stages):
@@ -528,19 +528,24 @@ def reward_sets(loaded: Loaded, functions: Mapping[str, RewardFunction], stack: 
                 wanted = (cfg.rewards, cfg.reward_workers)
                 found = next((made_set for key, made_set in made if key == wanted), None)
                 if found is None:
-                    found = RewardSet.from_config(
-                        cfg.rewards,
-                        cfg.reward_workers,
-                        functions,
-                        seed=cfg.seed,
-                        imports=cfg.imports,
-                        verifiers=verifiers(loaded.stages),
-                        device=cfg.machine.device,
-                        open_jail=jail_of(loaded.config),
-                        open_judge=judges_of(cfg),
-                    )
-                    stack.callback(found.close)
+                    try:
+                        found = RewardSet.from_config(
+                            cfg.rewards,
+                            cfg.reward_workers,
+                            functions,
+                            seed=cfg.seed,
+                            imports=cfg.imports,
+                            verifiers=verifiers(loaded.stages),
+                            device=cfg.machine.device,
+                            open_jail=jail_of(loaded.config),
+                            open_judge=judges_of(cfg),
+                        )
+                        stack.callback(found.close)
+                    except ConfigError as error:
+                        found = error
                     made.append((wanted, found))
+                if isinstance(found, ConfigError):
+                    raise found
                 out.append(replace(found, by_source=rewards_by_source(cfg.data)))
     return out
 
