@@ -105,7 +105,7 @@ def test_what_all_stages_have_at_the_top_level_names_none(
         ([DataError("rows: x"), None], "stages[0] ('a'): rows: x"),
         ([DataError("rows: x")], "stages[0] ('a'): rows: x"),
         ([None, DataError("rows: x")], "stages[1] ('b'): rows: x"),
-        ([DataError("rows: x"), WhetError("z")], "z"),
+        ([DataError("rows: x"), CheckpointError("z")], "stages[0] ('a'): rows: x"),
     ],
 )
 def test_all_stages_have_to_be_looked_at_and_to_have_the_same_error(

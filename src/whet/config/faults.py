@@ -19,7 +19,7 @@ from whet.config.sections.base import Section
 from whet.config.tree import get, stage_names
 from whet.secrets import redact
 from whet.tables import near
-from whet.types import ConfigError, DataError, Json
+from whet.types import ConfigError, DataError, Json, WhetError
 
 MOST_TOLD = 100
 """Maximum number of problems of one config that are listed: suggestions for many keys take long."""
@@ -228,6 +228,9 @@ def of_stage(names: Sequence[str], number: int) -> Iterator[None]:
         raise
 
 
+_TOLD = (ConfigError, DataError)
+
+
 class EachStage:
     """For stages that are looked at one after the other, each in `with stage(n)`: an error of Config or Data that all
     of them have is raised once, without a stage; another one as `of_stage` has it. names: of all stages."""
@@ -241,8 +244,12 @@ class EachStage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self.failed:
-            self._raise(in_common=len(self.failed) == len(self.names))
+        if not self.failed or (
+            kind is not None and (issubclass(kind, _TOLD) or not issubclass(kind, WhetError))
+        ):
+            return
+        # where a later stage has ended otherwise, the first error is told
+        self._raise(in_common=kind is None and len(self.failed) == len(self.names))
 
     @contextmanager
     def __call__(self, number: int) -> Iterator[None]:
@@ -250,7 +257,7 @@ class EachStage:
         before = len(self.failed)
         try:
             yield
-        except (ConfigError, DataError) as error:
+        except _TOLD as error:
             self.failed.append((number, error))
         if before and (len(self.failed) == before or str(self.failed[-1][1]) != str(self.failed[0][1])):
             self._raise(in_common=False)

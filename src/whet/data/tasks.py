@@ -393,6 +393,8 @@ def all_texts(loaded: Loaded) -> Iterator[str]:
     """The same of all sources of all stages."""
     with EachStage(loaded.names) as stage:
         for n, cfg in enumerate(loaded.stages):
+            if stage.failed and cfg.data != loaded.stages[n - 1].data:
+                break  # reading it may take long, and would not show the same error
             with stage(n):
                 yield from texts((*cfg.data.train, *cfg.data.demonstrations, *cfg.data.eval))
 

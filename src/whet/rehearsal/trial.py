@@ -14,6 +14,7 @@ from pathlib import Path
 
 from whet.config.parse import as_yaml
 from whet.config.secrets import by_environment
+from whet.environment import module_path
 from whet.rehearsal.findings import Finding, fails, works
 from whet.rehearsal.shrink import check
 from whet.track.metrics import is_evaluation
@@ -106,7 +107,7 @@ def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[b
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=os.environ | variables,
+            env=os.environ | variables | {"PYTHONPATH": module_path()},
             start_new_session=True,
         )
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 
 from whet.config.urls import scheme
-from whet.environment import module_command
+from whet.environment import module_command, module_path
 from whet.secrets import learn_environment, learn_urls, redact, redacting
 from whet.storage import hub, stores
 from whet.storage.manifests import MANIFEST, oldest_first, place_of
@@ -62,6 +62,7 @@ def fetched(urls: Sequence[str], *, checkpoints: Sequence[str] = ()) -> dict[str
     asked = {"urls": list(urls), "checkpoints": list(checkpoints)}
     # a hub path was asked for by name: whet's own wish to be offline (environment.py) is not meant for this process
     env = {"HF_HUB_OFFLINE": "0", **{k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}}
+    env["PYTHONPATH"] = module_path()
     command = module_command("whet.storage.fetch")
     with subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
