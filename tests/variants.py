@@ -28,7 +28,14 @@ VARIANTS: dict[str, dict[str, str]] = {
     "half as wide": {"CC": "gcc -DWHET_WIDTH=4"},
     "no tiles": {"WHET_VARIANT": "no tiles"},
     "no entry for the user": {"WHET_VARIANT": "no entry for the user", "HOME": ""},
+    "AddressSanitizer": {
+        "CC": "gcc -fsanitize=address --param asan-instrumentation-with-call-threshold=0",
+        "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0",
+        "PYTHONMALLOC": "malloc",
+    },
 }
+PRELOADED = {"AddressSanitizer": ("libasan.so", "libstdc++.so.6")}
+"""Libraries of gcc that processes of a variant have from their beginning on."""
 FILES = (
     "activations",
     "attention",
@@ -57,7 +64,8 @@ FILES = (
     "timeline",
     "train_torch",
 )
-
+IN_C = ("activations", "attention", "elementwise", "kernels", "native", "paged", "products", "products_bf16")
+"""Those that call the C kernels in the process of the tests: what AddressSanitizer can watch."""
 WHOLE = ("no compiler", "no entry for the user")
 """Variants that touch more than what computes: all of `make test` passes under them, too."""
 
@@ -80,7 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def run(name: str) -> bool:
     here = Path(__file__).parent
-    computing = ["--every-case", *(str(here / f"test_{file}.py") for file in FILES)]
+    files = IN_C if name == "AddressSanitizer" else FILES
+    computing = ["--every-case", *(str(here / f"test_{file}.py") for file in files)]
     parts = [computing, [str(here)]] if name in WHOLE else [computing]
     green = [passed(name, tests) for tests in parts]
     return all(green)
@@ -91,6 +100,9 @@ def passed(name: str, tests: list[str]) -> bool:
     with tempfile.TemporaryDirectory() as cache:
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
         env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache, "PYTHONPATH": path}
+        if libraries := PRELOADED.get(name):
+            asked = [["gcc", f"-print-file-name={library}"] for library in libraries]
+            env["LD_PRELOAD"] = " ".join(subprocess.check_output(words, text=True).strip() for words in asked)
         command = [sys.executable, "-m", "pytest", "-p", "variants", "-n", "2", *tests]
         done = subprocess.run(command, env=env | VARIANTS[name], capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()

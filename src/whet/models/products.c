@@ -390,7 +390,8 @@ static int multiply_few(const Product *a, int add, int threads) { return 1; }
 static void multiply_strip(const Product *a, const float *panels, i64 i0, i64 most, i64 j0, i64 J, i64 k0, i64 K,
                            int first) {
     i64 I = MIN(most, a->I - i0);
-    float packed[STRIP * TERMS + OVER] __attribute__((aligned(64))), sums[ROWS * LANES] __attribute__((aligned(64)));
+    /* `put_turned` reads eight lanes of a row that may have four */
+    float packed[STRIP * TERMS + OVER] __attribute__((aligned(64))), sums[ROWS * LANES + 4] __attribute__((aligned(64)));
     const Matrix *m = &a->p;
     int pack = !m->half && (J > MANY_PANELS * LANES || m->by_k != 1) && I > ROWS;
     Strip strip = {(const float *)m->data + i0 * m->by_i + k0 * m->by_k, m->by_i, m->by_k};
