@@ -44,6 +44,11 @@ def halved(batch, log_N, *, factor: float = 1.0):
 def unfinished(batch, out):
     return Loss(-batch.adv_N * out.logp_N + float("nan"), {})
 
+def without(batch, out, *, uid: int, index: int):
+    """Not finite for one rollout."""
+    wrong_R = (batch.uid_R == uid) & (batch.index_R == index)
+    return Loss(-out.logp_N.masked_fill(wrong_R[batch.rollout_N], float("nan")), {})
+
 def rooted(batch, out):
     """Finite, but its gradient is not."""
     change_N = out.logp_N - out.logp_N.detach()
@@ -216,7 +221,7 @@ def test_a_loss_without_a_gradient_is_refused(tree: dict[str, Any], tmp_path: Pa
 def test_an_advantage_that_is_not_finite_is_named_at_the_first_step(
     tree: dict[str, Any], tmp_path: Path
 ) -> None:
-    said = r"advantage '.*:divided' returned nan for (\d+) of the \1 sampled tokens, first for rollout 0 of the batch"
+    said = r"'.*:divided' returned nan for (\d+) of \1 sampled tokens, first for rollout 0 of task 0, whose reward is"
     with pytest.raises(WhetError, match=said):
         whet.train(**tree, overrides=[f"algorithm.advantage={tmp_path}/mine.py:divided"])
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -229,9 +234,9 @@ def test_an_advantage_that_is_not_finite_is_named_at_the_first_step(
     [
         (
             "unfinished",
-            r"loss '.*:unfinished' returned nan for (\d+) of the \1 sampled tokens, first for rollout 0",
+            r"loss '.*:unfinished' returned nan for (\d+) of \1 sampled tokens, first for rollout 0 of task 0, whose",
         ),
-        ("rooted", r"the gradient of loss '.*:rooted' is (nan|inf) for \d+ of the \d+ sampled tokens"),
+        ("rooted", r"the gradient of loss '.*:rooted' is (nan|inf) for \d+ of \d+ sampled tokens"),
     ],
 )
 def test_a_loss_that_is_not_finite_is_named_at_the_first_step(
@@ -240,6 +245,25 @@ def test_a_loss_that_is_not_finite_is_named_at_the_first_step(
     with pytest.raises(WhetError, match=said):
         whet.train(**tree, overrides=[f"algorithm.loss={tmp_path}/mine.py:{loss}"])
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_the_rollout_of_a_loss_that_is_not_finite_has_its_name_in_the_run(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    """It is no place in a micro-batch."""
+    del tree["algorithm"]["advantage"]
+    loss = f"algorithm.loss={{name: {tmp_path}/mine.py:without, uid: 1, index: 1}}"
+    with pytest.raises(WhetError, match=r"first for rollout 1 of task 1, whose reward is [01]; expected"):
+        whet.train(**tree, overrides=[loss, "train.micro_batch_rollouts=1"])
+
+
+def test_where_nothing_is_rewarded_no_reward_is_told(tree: dict[str, Any], tmp_path: Path) -> None:
+    loss = {"name": f"{tmp_path}/mine.py:without", "uid": 1, "index": 0}
+    tree["algorithm"] = {"name": "sft", "loss": loss}
+    for only_online in ("rewards", "rollout"):
+        del tree[only_online]
+    with pytest.raises(WhetError, match=r"first for rollout 0 of task 1; expected"):
+        whet.train(**tree, overrides=["train.micro_batch_rollouts=1"])
 
 
 def test_a_loss_is_read_where_tokens_were_sampled(tree: dict[str, Any], tmp_path: Path) -> None:

@@ -227,25 +227,21 @@ def test_the_tokens_of_several_strands_are_shown_under_their_numbers(tmp_path: P
 
 
 def test_a_batch_file_has_a_row_a_rollout_with_its_segments_in_lists() -> None:
-    given = [group()]
-    two, one = to_table(pack(given), given).to_pylist()
+    two, one = to_table(pack([group()])).to_pylist()
     assert (two["length_S"], two["prompt_S"], one["length_S"], one["prompt_S"]) == ([4, 5], [2, 4], [4], [2])
     assert two["token_ids_N"] == [5, 6, 7, 8, 9, 7, 8, 1, 2]
     assert (two["reward_R"], one["mask_N"]) == (1.5, [False, False, True, True])
 
 
 def test_a_batch_file_has_every_field_that_a_batch_can_have() -> None:
-    given = [group()]
-    batch = pack(given)
+    batch = pack([group()])
     sizes = {"N": (batch.tokens,), "S": (batch.segments,), "R": (batch.rollouts,), "RC": (batch.rollouts, 2)}
     absent = {
         f.name: sizes.get(f.name.rpartition("_")[2]) for f in fields(batch) if getattr(batch, f.name) is None
     }
     filled = {name: torch.full(size, 0.5, dtype=torch.float64) for name, size in absent.items() if size}
     assert filled.keys() == absent.keys() - {"routed_NLE", "reprompted"}
-    two, _ = to_table(
-        replace(batch, **filled | {"skipped_R": torch.tensor([False, True])}), given
-    ).to_pylist()
+    two, _ = to_table(replace(batch, **filled | {"skipped_R": torch.tensor([False, True])})).to_pylist()
     lengths = {name: len(two[name]) if isinstance(two[name], list) else name[-1] for name in filled}
     assert lengths == {name: {"N": 9, "C": 2}.get(name[-1], name[-1]) for name in filled}
 

@@ -47,6 +47,10 @@ class Batch:
     """float32"""
     stopped_R: Tensor
     """bool: ended by itself (finish reason `stop`), not by a limit."""
+    uid_R: Tensor | None = None
+    """int64: uid of the rollout's task; with `index_R` its name in every record of the run. None: it has no name."""
+    index_R: Tensor | None = None
+    """int32: which of its task's rollouts it is."""
     truncated_R: Tensor | None = None
     """bool: a limit ended the reply or the episode, so what would have followed has a value. None: not known."""
     part_RC: Tensor | None = None
@@ -195,6 +199,8 @@ def pack(groups: Sequence[Group]) -> Batch:
         group_R=torch.from_numpy(group),
         reward_R=torch.tensor([0.0 if r.reward is None else r.reward for r in rollouts], dtype=torch.float32),
         stopped_R=torch.tensor([r.finish_reason == "stop" for r in rollouts]),
+        uid_R=torch.tensor([r.task.uid for r in rollouts]),
+        index_R=torch.tensor([r.index for r in rollouts], dtype=torch.int32),
         truncated_R=torch.tensor([r.is_truncated for r in rollouts]),
         turn_reward_N=_turn_rewards(strands, length),
         baseline_R=_all_or_none([r.baseline for r in rollouts]),

@@ -104,7 +104,7 @@ class Recorder:
         with this step, trained on or not. accounts: of the ledger. Returns the numbers."""
         cfg, name = self.context.cfg.track, self.context.name
         if self.context.due(done, cfg.batches_interval):
-            table = to_table(learned.batch, learned.groups, learned.logp_N, learned.terms)
+            table = to_table(learned.batch, learned.logp_N, learned.terms)
             self.directory.write_batch(name, done, table)
         rollouts = [r for g in played for r in g.rollouts]
         if self.context.algorithm.kind != "online":

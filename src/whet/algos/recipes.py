@@ -127,7 +127,7 @@ def build(cfg: schema.AlgorithmConfig, *, critic: schema.CriticConfig, max_token
     norm_tokens = r.norm_tokens or max_tokens
     policy = _bind(loss, r.settings["loss"], what="loss", positional=2)
     if r.settings["loss"].is_own:
-        policy = partial(_own_loss, policy, r.loss)
+        policy = partial(_own_loss, policy, r)
     whole = partial(
         regularized,
         kl_coef=0.0 if r.kl.estimator == "full" else r.kl.coef,
@@ -354,7 +354,7 @@ def _misnamed(key: str) -> str | None:
 
 
 def _own_loss(
-    function: Callable[..., object], name: str, batch: Batch, out: Outputs, *, first: bool = False
+    function: Callable[..., object], r: Resolved, batch: Batch, out: Outputs, *, first: bool = False
 ) -> Loss:
     """A loss of the user's, if it is one number a token: any other shape would be broadcast, and mean something else in
     every micro-batch. first: in the first step it has to be finite, with its gradient, where the log-probs are: later
@@ -362,12 +362,14 @@ def _own_loss(
     if first and (logp_N := need(out.logp_N, "outputs.logp_N")).requires_grad:
         given, alone_N = replace(batch, mask_N=batch.mask_N & logp_N.isfinite()), logp_N.view_as(logp_N)
         out = replace(out, logp_N=alone_N)  # its gradient is that of this loss alone
-        alone_N.register_hook(partial(_expect_finite, batch=given, what=f"the gradient of loss {name!r} is"))
-        made = _own_loss(function, name, batch, out)
-        _expect_finite(made.loss_N.detach(), given, what=f"loss {name!r} returned")
+        alone_N.register_hook(
+            partial(_expect_finite, r=r, batch=given, what=f"the gradient of loss {r.loss!r} is")
+        )
+        made = _own_loss(function, r, batch, out)
+        _expect_finite(made.loss_N.detach(), r, given, what=f"loss {r.loss!r} returned")
         return made
-    wants = f"loss {name!r} must return whet.batch.Loss(loss_N, stats), loss_N of shape ({batch.tokens},)"
-    match _called(f"loss {name!r}", function, batch, outputs=out):
+    wants = f"loss {r.loss!r} must return whet.batch.Loss(loss_N, stats), loss_N of shape ({batch.tokens},)"
+    match _called(f"loss {r.loss!r}", function, batch, outputs=out):
         case Loss(loss_N=Tensor() as loss_N, stats=dict() as stats):
             if loss_N.shape != batch.mask_N.shape:
                 raise WhetError(
@@ -447,7 +449,7 @@ def _with_advantage(r: Resolved, function: Callable[..., object], entire: Batch,
     result = _called(f"advantage {r.advantage!r}", function, batch)
     adv_N, return_N = _checked(result, batch, name=r.advantage)
     if r.settings["advantage"].is_own:
-        _expect_finite(adv_N, batch, what=f"advantage {r.advantage!r} returned")
+        _expect_finite(adv_N, r, batch, what=f"advantage {r.advantage!r} returned")
     if r.whiten:
         adv_N = whiten(adv_N, batch.mask_N, ddof=r.whiten_ddof)
     adv_N = bounded(adv_N, *r.advantage_clip)
@@ -499,7 +501,7 @@ def _checked(result: object, batch: Batch, *, name: str) -> tuple[Tensor, Tensor
     )
 
 
-def _expect_finite(x_N: Tensor, batch: Batch, *, what: str) -> None:
+def _expect_finite(x_N: Tensor, r: Resolved, batch: Batch, *, what: str) -> None:
     """WhetError where an advantage or a loss of the user's is not finite at a sampled token: the gradient would not be
     either, and the run would skip its steps without saying why."""
     wrong_M = (batch.mask_N & ~x_N.isfinite()).nonzero().squeeze(1)
@@ -507,11 +509,13 @@ def _expect_finite(x_N: Tensor, batch: Batch, *, what: str) -> None:
         return
     first, count = wrong_M[0], int(batch.mask_N.sum())
     rollout = int(batch.rollout_N[first])
+    uid, index = (int(need(x_R, "batch.uid_R")[rollout]) for x_R in (batch.uid_R, batch.index_R))
+    reward = f", whose reward is {float(batch.reward_R[rollout]):g}" if r.kind == "online" else ""
     raise WhetError(
-        f"{what} {float(x_N[first])} for {len(wrong_M)} of the {count} sampled tokens, first for rollout {rollout} of "
-        f"the batch, whose reward is {float(batch.reward_R[rollout]):g}; expected finite numbers. A division by a "
-        "standard deviation of 0 gives NaN: add a small number to it, or give such rollouts 0. The gradient of a root "
-        "is infinite at 0, also where torch.where takes another branch."
+        f"{what} {float(x_N[first])} for {len(wrong_M)} of {count} sampled tokens, first for rollout {index} of task "
+        f"{uid}{reward}; expected finite numbers. A division by 0, as by the standard deviation of equal numbers, is "
+        "NaN: add a small number to the divisor, or give such rollouts 0. The gradient of a root is infinite at 0, "
+        "also where torch.where takes another branch."
     )
 
 

@@ -12,33 +12,28 @@ import torch
 from torch import Tensor
 
 from whet.batch import Batch, LossTerms, tokens_of
-from whet.types import Group
 
 _REDUNDANT = ("segment_N", "rollout_N", "rollout_S")
+_NAMES = {"uid_R": "uid", "index_R": "index"}
+"""Columns that have the names of the other records."""
 _LARGE = ("routed_NLE",)
 """Kept with the rollouts of a checkpoint alone."""
 _SAID = ("logp_old_N", "logp_ref_N")
 """Outputs of models before the step: null at tokens of skipped rollouts, which no model computed."""
 
 
-def to_table(
-    batch: Batch, groups: Sequence[Group], logp_N: Tensor | None = None, terms: Sequence[LossTerms] = ()
-) -> pa.Table:
+def to_table(batch: Batch, logp_N: Tensor | None = None, terms: Sequence[LossTerms] = ()) -> pa.Table:
     """A row for each rollout: uid and index, [R] fields as numbers, [RC] fields as lists, [S] fields as lists over its
     segments, [N] fields as lists over the tokens of all its segments, one after the other.
 
-    groups: what the batch was packed from. logp_N: by the policy before the step. terms: of the losses of the optimizer
-    steps; their columns are `update_1/loss_N` and so on, for the first update epoch.
+    logp_N: by the policy before the step. terms: of the losses of the optimizer steps; their columns are
+    `update_1/loss_N` and so on, for the first update epoch.
     """
-    rollouts = [r for g in groups for r in g.rollouts]
     offsets = {
         "S": _offsets(batch.segments_R),
         "N": _offsets(torch.bincount(batch.rollout_N, minlength=batch.rollouts)),
     }
-    columns = {
-        "uid": pa.array([r.task.uid for r in rollouts], pa.int64()),
-        "index": pa.array([r.index for r in rollouts], pa.int32()),
-    }
+    columns: dict[str, pa.Array] = {}
     for field in fields(batch):
         tensor = getattr(batch, field.name)
         if not isinstance(tensor, Tensor) or field.name in (*_REDUNDANT, *_LARGE):
@@ -47,7 +42,8 @@ def to_table(
         nowhere = _nowhere(batch, values) if field.name in _SAID else None
         flat = pa.array(list(values.numpy()) if values.dim() > 1 else values.numpy(), mask=nowhere)
         within = offsets.get(field.name.rpartition("_")[2])
-        columns[field.name] = flat if within is None else pa.ListArray.from_arrays(within, flat)
+        name = _NAMES.get(field.name, field.name)
+        columns[name] = flat if within is None else pa.ListArray.from_arrays(within, flat)
     found = _spread(batch, terms) | ({} if logp_N is None else {"logp_N": _masked(logp_N)})
     for name, known in found.items():
         flat, within = pa.array(known.data, mask=known.mask), offsets.get(name[-1])
