@@ -57,6 +57,20 @@ def test_renamed_keys_mean_the_same() -> None:
     assert made({**FITS, "critic.fsdp.param_offload": True}, "0.8.0").tree["train"]["offload"] == ["critic"]
 
 
+@pytest.mark.parametrize(
+    ("given", "version"),
+    [
+        ({"reward_manager": {"source": "importlib", "module": {"path": "mine.py", "name": "Mine"}}}, "0.7.0"),
+        ({"reward.reward_manager": {"source": "importlib", "module": {"path": "mine.py"}}}, "0.9.1"),
+    ],
+)
+def test_who_has_a_reward_manager_is_told_what_to_write(given: Mapping[str, Json], version: str) -> None:
+    (said,) = told({**FITS, **given}, version)
+    assert 'reward_manager.source: got "importlib"' in said
+    assert "custom_reward_function.path" in said
+    assert "natively rewards.NAME.function" in said
+
+
 def test_a_default_is_that_of_the_release() -> None:
     for version in ("0.4.0", "0.5.0"):
         assert made(FITS, version).tree["train"]["gradient_checkpointing"] is True

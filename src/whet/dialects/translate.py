@@ -256,7 +256,7 @@ def _of_its_type(file: Reading, row: Row, value: Json) -> bool:
 def _refusal(row: Row, accepted: Sequence[Json]) -> str:
     """Why a value is refused, and which would not be."""
     ok = ", ".join([*dict.fromkeys(map(shown, accepted)), *([expected(row.type)] if row.type else [])])
-    why = f"coming, not built yet: {row.area or row.reason}" if row.status == "coming" else row.reason
+    why = f"coming, not built yet: {row.what}" if row.status == "coming" else row.reason
     return f"{why} (accepted today: {ok})" if len(ok) < 200 else why
 
 
