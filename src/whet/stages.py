@@ -20,6 +20,7 @@ from whet.config.plan import plan as make_plan
 from whet.config.recipes import resolve
 from whet.config.resuming import fingerprint
 from whet.config.simulated import simulated
+from whet.config.source_faults import in_words_of
 from whet.context import Context
 from whet.data.chat import lacking_header
 from whet.data.demonstrations import Demonstrations, open_demonstrations
@@ -203,9 +204,10 @@ def begin_evaluation(job: Opening, index: int) -> tuple[Context, list[Task]]:
         longest = cfg.rollout.sampling.max_tokens
     held_out = []
     if cfg.data.eval:
-        held_out = eval_tasks(
-            cfg.data.eval, cfg.data, tokenizer=tokenizer, turns=turns, max_response_tokens=longest
-        )
+        with in_words_of(job.loaded, index):
+            held_out = eval_tasks(
+                cfg.data.eval, cfg.data, tokenizer=tokenizer, turns=turns, max_response_tokens=longest
+            )
     check_sources(cfg.eval.sources, held_out)
     monitor = Monitor(name, records.display, records.watch, records.directory.timeline)
     return Context(cfg, job.plans[index], name, index, algorithm, monitor, records.stop), held_out
@@ -218,25 +220,26 @@ async def begin(job: Opening, index: int) -> Begun:
     tokenizer, turns = job.tokenizer, learned_turns(cfg.data, algorithm.kind)
     parts = resolve(cfg.algorithm)
     drawn = sampled_tasks(cfg.train.tasks_per_step - experts_per_step(cfg, parts), parts)
-    tasks = TaskStream(
-        cfg.data.train,
-        cfg.data,
-        tokenizer=tokenizer,
-        seed=cfg.seed,
-        exclude=held_out if cfg.data.exclude_eval else (),
-        max_response_tokens=None if algorithm.kind == "online" else cfg.rollout.sampling.max_tokens,
-        multiple_of=drawn if cfg.train.drop_last is True else 1,
-        turns=turns,
-        learned=None if algorithm.kind == "online" else algorithm.kind,
-        ends=job.ends,
-    )
-    if algorithm.kind == "online" and (unknown := tasks.unknown(cfg.rollout.sources)):
-        raise ConfigError(f"rollout.sources.{unknown[0]}: no row of data.train has this source")
-    plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
-    context, demonstrations = replace(context, plan=plan), None
-    if cfg.mode != "explore":
-        demonstrations = open_demonstrations(cfg, tokenizer, ends=job.ends, held_out=held_out)
-        await check_rows(context, tasks, held_out, job.rewards[index])
+    with in_words_of(job.loaded, index):
+        tasks = TaskStream(
+            cfg.data.train,
+            cfg.data,
+            tokenizer=tokenizer,
+            seed=cfg.seed,
+            exclude=held_out if cfg.data.exclude_eval else (),
+            max_response_tokens=None if algorithm.kind == "online" else cfg.rollout.sampling.max_tokens,
+            multiple_of=drawn if cfg.train.drop_last is True else 1,
+            turns=turns,
+            learned=None if algorithm.kind == "online" else algorithm.kind,
+            ends=job.ends,
+        )
+        if algorithm.kind == "online" and (unknown := tasks.unknown(cfg.rollout.sources)):
+            raise ConfigError(f"rollout.sources.{unknown[0]}: no row of data.train has this source")
+        plan = make_plan(cfg, rows=tasks.rows_per_epoch, name=name)
+        context, demonstrations = replace(context, plan=plan), None
+        if cfg.mode != "explore":
+            demonstrations = open_demonstrations(cfg, tokenizer, ends=job.ends, held_out=held_out)
+            await check_rows(context, tasks, held_out, job.rewards[index])
     return Begun(context, tasks, held_out, demonstrations, drawn)
 
 

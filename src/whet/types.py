@@ -572,6 +572,9 @@ class WhetError(Exception):
     """An error that the user can fix: what was given, what was expected, what to do. Exit code 2 before a run, 1 during
     it. Known secrets are removed from the message."""
 
+    about: object = None
+    """What it is an error of, for who says more of that: a source of data."""
+
     def __init__(self, *said: object) -> None:
         super().__init__(*(redact(part) if isinstance(part, str) else part for part in said))
 

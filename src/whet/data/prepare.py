@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from whet.config.schema import DataConfig, SourceConfig
+from whet.config.source_faults import of_source
 from whet.data.chat import (
     Prompt,
     encode_history,
@@ -112,7 +113,8 @@ def prepare(
     out = []
     for source in sources:
         work = _Work(source, data, tokenizer, exclude, max_response_tokens, turns, learned, ends, Counter())
-        out.append(_prepare(work))
+        with of_source(source):
+            out.append(_prepare(work))
         counts.update(work.counts)
     if twice := sorted(n for n, c in Counter(p.rows.name for p in out).items() if c > 1):
         raise ConfigError(

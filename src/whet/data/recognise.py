@@ -15,6 +15,7 @@ from whet.config.faults import EachStage
 from whet.config.load import Loaded
 from whet.config.recipes import kind_of
 from whet.config.schema import Config, SourceConfig
+from whet.config.source_faults import in_words_of, of_source
 from whet.data.files import is_here
 from whet.data.parts import Row, SourceRows
 from whet.data.rows import read_rows
@@ -45,8 +46,9 @@ def with_columns(
             return source
         key = source.model_dump_json(exclude_unset=True), texts
         if key not in known:
-            rows = read_rows(source.model_copy(update={"skip": 0, "limit": 1}))
-            read = recognised(source, rows, texts=texts)
+            with of_source(source):
+                rows = read_rows(source.model_copy(update={"skip": 0, "limit": 1}))
+                read = recognised(source, rows, texts=texts)
             known[key] = read, told(source, read, rows)
         return known[key][0]
 
@@ -62,7 +64,7 @@ def with_columns(
     stages = []
     with EachStage(loaded.names) as stage:
         for n, cfg in enumerate(loaded.stages):
-            with stage(n):
+            with stage(n), in_words_of(loaded, n):
                 stages.append(every(cfg))
     return replace(loaded, stages=tuple(stages)), [said for _, said in known.values() if said]
 

@@ -22,6 +22,7 @@ from whet.config.chosen import Chosen
 from whet.config.faults import EachStage
 from whet.config.load import Loaded
 from whet.config.schema import DataConfig, SourceConfig
+from whet.config.source_faults import in_words_of, of_source
 from whet.config.sources import order_of
 from whet.data.chat import encode_history, encode_reply, encode_whole, reply_text, with_kwargs
 from whet.data.columns import parse, used
@@ -379,14 +380,19 @@ def eval_tasks(
 def texts(sources: Sequence[SourceConfig]) -> Iterator[str]:
     """All text that a tokenizer built from the data must be able to write: prompts, answers, replies."""
     for source in sources:
-        rows = read_rows(source)
-        for begin in range(0, len(rows), BATCH_ROWS):
-            pulse.beat(f"reading {rows.name}")
-            for i, row in enumerate(rows.slice(begin, begin + BATCH_ROWS, used(source)), begin):
-                f = parse(row, source, name=rows.name, chat=None, where=rows.where(i))
-                yield from [f.prompt] if isinstance(f.prompt, str) else [m.said for m in f.prompt]
-                yield from (t for t in (f.answer, f.response, f.rejected) if isinstance(t, str))
-                yield from (t.said for t in (f.response, f.rejected) if isinstance(t, Message))
+        with of_source(source):
+            yield from _texts(source)
+
+
+def _texts(source: SourceConfig) -> Iterator[str]:
+    rows = read_rows(source)
+    for begin in range(0, len(rows), BATCH_ROWS):
+        pulse.beat(f"reading {rows.name}")
+        for i, row in enumerate(rows.slice(begin, begin + BATCH_ROWS, used(source)), begin):
+            f = parse(row, source, name=rows.name, chat=None, where=rows.where(i))
+            yield from [f.prompt] if isinstance(f.prompt, str) else [m.said for m in f.prompt]
+            yield from (t for t in (f.answer, f.response, f.rejected) if isinstance(t, str))
+            yield from (t.said for t in (f.response, f.rejected) if isinstance(t, Message))
 
 
 def all_texts(loaded: Loaded) -> Iterator[str]:
@@ -395,7 +401,7 @@ def all_texts(loaded: Loaded) -> Iterator[str]:
         for n, cfg in enumerate(loaded.stages):
             if stage.failed and cfg.data != loaded.stages[n - 1].data:
                 break  # reading it may take long, and would not show the same error
-            with stage(n):
+            with stage(n), in_words_of(loaded, n):
                 yield from texts((*cfg.data.train, *cfg.data.demonstrations, *cfg.data.eval))
 
 
