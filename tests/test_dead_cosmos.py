@@ -231,7 +231,7 @@ def read(folder: Path, kind: str, given: dict[str, Any], version: str = "0.3.6")
 def devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which every layout has room."""
     monkeypatch.setattr(hardware, "cuda_count", lambda: 64)
-    monkeypatch.setattr(here, "find_spec", lambda name: True)
+    monkeypatch.setattr(here, "is_installed", lambda name: True)
 
 
 def context(row: Row, kind: str) -> dict[str, Any]:

@@ -312,7 +312,7 @@ def override(name: str, value: Json) -> str:
 def home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/user")
     monkeypatch.setattr(hardware, "cuda_count", lambda: 64)
-    monkeypatch.setattr(here, "find_spec", lambda name: True)
+    monkeypatch.setattr(here, "is_installed", lambda name: True)
 
 
 @pytest.mark.parametrize("name", ROWS)

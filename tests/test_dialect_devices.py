@@ -16,7 +16,7 @@ from whet.config.checks_run import not_installed
 from whet.config.load import Loaded, load
 from whet.config.parse import parse
 from whet.config.plan import plans
-from whet.dialects import here, idle, layout
+from whet.dialects import here, layout
 from whet.dialects.row import NotSupportedYet
 from whet.dialects.skyrl import devices as skyrl_devices
 from whet.dialects.tables import dialect
@@ -283,13 +283,12 @@ def test_a_tracker_that_the_defaults_alone_name_is_left_out_where_it_is_missing(
     """One that the file names ends a training before it begins, with the command that installs it; a plan notes it."""
     path, named = "examples/from_skyrl.yaml", "trainer.logger=[console,wandb]"
     found = importlib.util.find_spec
-    everywhere: Any = object()
+    everywhere = found("json")
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
         lambda name: (everywhere if installed else None) if name == "wandb" else found(name),
     )
-    monkeypatch.setattr(idle, "find_spec", importlib.util.find_spec)
     plain, elsewhere = load(path, ["~trainer.logger"]), load(path, ["~trainer.logger"], here=False)
     assert plain.translation is not None
     assert ("wandb" in plain.config.track.trackers) is installed

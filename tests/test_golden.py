@@ -65,7 +65,7 @@ def as_on_any_machine(patch: pytest.MonkeyPatch) -> None:
     """No GPU, no tracker of others, and an environment that is nobody's."""
     patch.chdir(ROOT)
     patch.setattr(hardware, "cuda_count", lambda: 0)
-    patch.setattr(idle, "find_spec", lambda name: None)
+    patch.setattr(idle, "is_installed", lambda name: False)
     for name, value in ENVIRONMENT.items():
         patch.setenv(name, value)
 

@@ -25,7 +25,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD", "/given/reward.py:score")
     monkeypatch.setenv("HOME", "/home/user")
     monkeypatch.setattr(hardware, "cuda_count", lambda: 8)
-    monkeypatch.setattr(here, "find_spec", lambda name: True)
+    monkeypatch.setattr(here, "is_installed", lambda name: True)
 
 
 def read(name: str, *overrides: str) -> Loaded:

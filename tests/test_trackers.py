@@ -459,6 +459,19 @@ def test_a_missing_package_is_named_before_anything_runs(name: str, monkeypatch:
     assert f"pip install 'whet[{name}]'" in refused(f"track.trackers=[{name}]")
 
 
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_folder_of_the_name_of_a_package_is_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B leaves one in the working directory, which is in the path of `python -m whet`."""
+    (tmp_path / "a_folder" / "run-1").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = importlib.util.find_spec
+    assert found("a_folder") is not None
+    monkeypatch.setattr("importlib.util.find_spec", lambda n, p=None: found("a_folder" if n == name else n))
+    assert f"pip install 'whet[{name}]'" in refused(f"track.trackers=[{name}]")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -3,7 +3,6 @@ install`). Nothing here runs while a run trains."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from whet.config import deepspeed
 from whet.config.engines import ENGINES, NOT_BUILT, SERVED
 from whet.rollout.http import installed
 from whet.rollout.http.versions import OF, SGLANG, VLLM
+from whet.tables import is_installed
 from whet.types import ConfigError, WhetError
 
 Say = Callable[[str], object]
@@ -124,14 +124,14 @@ def findings() -> Iterator[EngineFinding]:
         yield _server(name)
     yield EngineFinding("trtllm", "refused", NOT_BUILT["trtllm"])
     yield _deepspeed()
-    if importlib.util.find_spec("ray") is None:
+    if not is_installed("ray"):
         yield EngineFinding("ray", "missing", "rollout.replicas and cluster need it: pip install 'whet[ray]'")
     else:
         yield EngineFinding("ray", "ok", f"ray {_version('ray')}")
 
 
 def _deepspeed() -> EngineFinding:
-    if importlib.util.find_spec("deepspeed") is None:
+    if not is_installed("deepspeed"):
         return EngineFinding("deepspeed", "missing", f"train.engine=deepspeed needs it: {deepspeed.INSTALL}")
     found = _version("deepspeed")
     if found.split(".")[:2] != deepspeed.VERSION.split(".")[:2]:
@@ -142,7 +142,7 @@ def _deepspeed() -> EngineFinding:
 
 def _client() -> EngineFinding:
     what = f"{', '.join(SERVED)} client"
-    if importlib.util.find_spec("aiohttp") is None:
+    if not is_installed("aiohttp"):
         return EngineFinding(
             what, "missing", "pip install 'whet[vllm]' (aiohttp; the servers themselves are not a part of it)"
         )

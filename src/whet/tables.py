@@ -164,6 +164,13 @@ def loaded_files() -> list[str]:
     return [m.__file__ for m in modules if m.__file__ is not None]
 
 
+def is_installed(package: str) -> bool:
+    """Whether there is a package of this name. A folder without code is none, as a tracker leaves one of its own name
+    in the working directory, which Python would import as an empty package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and (spec.origin is not None or spec.submodule_search_locations is None)
+
+
 def load_place(place: str) -> ModuleType:
     """The module of the user's, or of ours, at 'package.module' or 'path/to/file.py'."""
     if place.endswith(".py") or os.sep in place:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from whet.config.secrets import MASK, is_secret, left_out, masked_url
 from whet.config.trackers import TRACKERS, TrackerRow, lists_runs, shows_rollouts
 from whet.config.tree import leaves
 from whet.config.urls import address_problems, is_remote, url_problems
-from whet.tables import near, unknown
+from whet.tables import is_installed, near, unknown
 
 TIME = "{time}"
 """In run_dir and in folders that contain it: the time of the first start of the run."""
@@ -174,15 +173,15 @@ def _dumps(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     """(key, which package is missing) on this machine; a rehearsal sends nothing and needs none of them."""
-    if cfg.rollout.engine in SERVED and importlib.util.find_spec("aiohttp") is None:
+    if cfg.rollout.engine in SERVED and not is_installed("aiohttp"):
         yield (
             "rollout.engine",
             f"{cfg.rollout.engine} needs aiohttp, which is not installed; pip install 'whet[vllm]'",
         )
     for at, lora in (("model.lora", cfg.model.lora), ("critic.lora", cfg.critic.lora)):
-        if lora is not None and importlib.util.find_spec("peft") is None:
+        if lora is not None and not is_installed("peft"):
             yield at, "adapters need peft, which is not installed; pip install 'whet[lora]', or leave it out"
-    if cfg.rollout.replicas and importlib.util.find_spec("ray") is None:
+    if cfg.rollout.replicas and not is_installed("ray"):
         yield "rollout.replicas", "needs ray, which is not installed; pip install 'whet[ray]', or set it to 0"
     yield from deepspeed.not_installed(cfg)
     yield from _trackers_not_installed(cfg)
@@ -190,9 +189,7 @@ def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _trackers_not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
     packages = {name: TRACKERS[name].package for name in cfg.track.trackers if name in TRACKERS}
-    gone = [
-        name for name, package in packages.items() if package and importlib.util.find_spec(package) is None
-    ]
+    gone = [name for name, package in packages.items() if package and not is_installed(package)]
     if not gone:
         return
     kept = [name for name in cfg.track.trackers if name not in gone]

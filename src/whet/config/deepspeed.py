@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from whet.config.faults import shown
 from whet.config.schema import Config, OptimizerConfig, TrainConfig
 from whet.config.tree import get
 from whet.inputs import read_json_object
+from whet.tables import is_installed
 from whet.types import ConfigError, Json
 
 KEY = "train.engine_arguments"
@@ -131,7 +131,7 @@ def problems(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def not_installed(cfg: Config) -> Iterator[tuple[str, str]]:
-    if cfg.train.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    if cfg.train.engine == "deepspeed" and not is_installed("deepspeed"):
         yield "train.engine", f"deepspeed is not installed; {INSTALL}, or use engine=torch"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from whet.tables import is_installed
 
 PACKAGES: dict[str, tuple[str, str]] = {
     "s3": ("s3fs", "pip install 'whet[s3]'"),
@@ -64,7 +65,7 @@ def url_problems(path: str) -> Iterator[str]:
         yield f"{kind}:// is not known; known: {', '.join(f'{name}://' for name in PACKAGES)}"
         return
     package, how = PACKAGES[kind]
-    if importlib.util.find_spec(package) is None:
+    if not is_installed(package):
         yield f"{kind}:// needs {package}, which is not installed; {how}"
     if re.match(r"[^:]+://[^/@]*:[^/@]*@", path):
         yield "holds a password; credentials come from the environment alone, and stay out of configs"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 
 from whet.config import hardware
 from whet.config.draft import Draft
@@ -20,6 +19,7 @@ from whet.dialects.layout import APART, DIMS, native
 from whet.dialects.served import OPTIONS, SLEEP
 from whet.dialects.served import fit as fit_server
 from whet.dialects.translate import ReportLine, Translation
+from whet.tables import is_installed
 from whet.types import Json
 
 KEYS = (
@@ -94,7 +94,7 @@ def _engines(path: Path, found: Mapping[Path, Json], devices: int, here: str) ->
     if path not in found:
         return {}
     most = min(found[path], devices)
-    if most > 1 and find_spec("ray") is None:
+    if most > 1 and not is_installed("ray"):
         return {path: (None, f"one engine, not {found[path]}: ray is not installed")}
     if most == found[path]:
         return {}

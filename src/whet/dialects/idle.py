@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 from whet.config.checks import unused
 from whet.config.keys import Path
@@ -18,6 +17,7 @@ from whet.config.trackers import LISTS
 from whet.config.tree import get, merge, origin, path_of
 from whet.dialects.tables import Dialect, dialect
 from whet.dialects.translate import ReportLine, Translation, declares
+from whet.tables import is_installed
 from whet.types import Json
 
 
@@ -75,7 +75,7 @@ def at_hand(made: Translation) -> Translation:
     """
     at = ("track", "trackers")
     wanted = get(made.tree, at)
-    missing = [name for name in wanted or () if name in LISTS and find_spec(name) is None]
+    missing = [name for name in wanted or () if name in LISTS and not is_installed(name)]
     if not missing or not made.origins.get(at, "").startswith("default of "):
         return made
     kept = [name for name in wanted if name not in missing]

@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import shutil
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from whet.models.segments import Bounds
+from whet.tables import is_installed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
@@ -37,7 +37,7 @@ SPLIT = 2048
 @cache
 def lacks() -> str | None:
     """Why pages are not read in place on this machine's GPUs; None: they are."""
-    if find_spec("triton") is None:
+    if not is_installed("triton"):
         return "Triton is not installed (torch's builds for CUDA bring it along)"
     if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
         return "Triton needs a C compiler (gcc or clang) to start kernels"
