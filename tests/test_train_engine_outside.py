@@ -138,6 +138,11 @@ def test_an_engine_that_is_no_subclass_trains_the_same_bits(mine: Path, tmp_path
             "'trch' is not known; did you mean 'torch'.*or your own as 'package.module:name'",
         ),
         (("train.engine={mine}:Dampd",), "did you mean 'Damped'"),
+        (
+            ("train.engine=builtins:dict",),
+            "train.engine 'builtins:dict' does not say which parameters it takes",
+        ),
+        (("algorithm.loss=builtins:dict",), "loss 'builtins:dict' does not say which parameters it takes"),
         (("train.engine={mine}:bare",), r"bare takes \(model\): too many positional .*TorchEngine is"),
         (("rollout.engine={mine}:bare_rollouts",), r"bare_rollouts takes \(\); expected one .*EngineInputs"),
         (("train.engine={mine}:Half",), "got a Half without apart, beat, .*expected a whet.training.engine"),

@@ -41,7 +41,7 @@ def find(table: Mapping[str, T], name: str, *, what: str) -> T:
         return table[name]
     if wrong := unknown(table, name):
         raise ConfigError(f"{what} {wrong}")
-    return cast(T, load_object(name, what=what))
+    return cast(T, load_object(name, what=what, asked=True))
 
 
 def unknown(table: Mapping[str, object], name: str) -> str | None:
@@ -127,8 +127,9 @@ def check_types(
         as_annotated(value, hints.get(each, Any), key=f"{key}.{each}", name=name)
 
 
-def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
-    """The object that 'package.module:name' or 'path/to/file.py:name' points to."""
+def load_object(spec: str, *, what: str, asked: bool = False) -> Callable:  # type: ignore[type-arg]
+    """The object that 'package.module:name' or 'path/to/file.py:name' points to. asked: a class, too, has to say which
+    parameters it takes."""
     if wrong := unknown({}, spec):
         raise ConfigError(f"{what} {wrong}")
     place, _, name = spec.rpartition(":")
@@ -148,10 +149,10 @@ def load_object(spec: str, *, what: str) -> Callable:  # type: ignore[type-arg]
     found = getattr(module, name)
     if not callable(found):
         raise ConfigError(f"{what} {spec!r} is {found!r}; expected a function or class")
-    if not isinstance(found, type):
+    if asked or not isinstance(found, type):
         try:
             inspect.signature(found)
-        except ValueError as e:  # of a function in C, as max: nobody can tell what it takes
+        except ValueError as e:  # of one in C, as max and dict: nobody can tell what it takes
             raise ConfigError(
                 f"{what} {spec!r} does not say which parameters it takes; give a function of yours that calls it"
             ) from e

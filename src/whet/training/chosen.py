@@ -42,7 +42,7 @@ def maker(name: str, settings: Mapping[str, Json], *, on_ranks: bool) -> Callabl
     on_ranks: the engine is one part of several processes, which is for TorchEngine and its subclasses. Raises
     ConfigError for code that cannot be loaded, and for settings that it does not have.
     """
-    make = load_object(name, what=KEY)
+    make = load_object(name, what=KEY, asked=True)
     if on_ranks and not (isinstance(make, type) and issubclass(make, TorchEngine)):
         raise ConfigError(
             f"{KEY} {name}: with train.parallel an engine is a subclass of whet.training.torch.TorchEngine, which "
