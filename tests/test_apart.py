@@ -44,7 +44,7 @@ from whet.sync.weights import publish, sync
 from whet.track.record import RunDirectory
 from whet.training.micro_batches import MicroBatchPolicy
 from whet.training.torch import TorchEngine
-from whet.types import CheckpointError, ConfigError, Group, Rollout, Task, WhetError
+from whet.types import CheckpointError, ConfigError, DataError, Group, Rollout, Task, WhetError
 from whet.weights import open_publisher
 
 STEPS = 32
@@ -136,6 +136,13 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     made = Processes(tmp_path)
     yield made
     made.close()
+
+
+def test_who_evaluates_reads_the_held_out_rows_before_it_waits_for_checkpoints(tmp_path: Path) -> None:
+    given = tree(tmp_path, mode="eval", sync={"timeout_s": 1.0})
+    given["data"]["max_prompt_tokens"] = 2
+    with pytest.raises(DataError, match="its prompt has 6 tokens, the limit is 2"):
+        whet.train(**given)
 
 
 def test_everybody_may_be_killed(processes: Processes) -> None:

@@ -372,7 +372,7 @@ def _open(
     if loaded.config.mode == "explore":
         wanted = [n for n, plan in enumerate(planned) if plan.algorithm.kind == "online"]
     elif loaded.config.mode == "eval":
-        wanted = ()  # a checkpoint says which
+        wanted = [n for n, cfg in enumerate(loaded.stages) if cfg.data.eval]
     job = open_job(
         loaded,
         planned,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -179,15 +180,17 @@ class Begun:
     """Tasks that a step draws."""
 
 
-async def read_ahead(job: Opening, indices: Iterable[int]) -> dict[int, Begun]:
-    """The data of these stages: what is wrong with that of the last one is told now, not after the stages before it."""
-    found: dict[int, Begun] = {}
+async def read_ahead(job: Opening, indices: Iterable[int]) -> dict[int, Any]:
+    """The data of these stages, as `begin` gives it; with mode=eval, as `begin_evaluation` does. What is wrong with
+    that of the last one is told now, before models are read and not after the stages before it."""
+    found: dict[int, Any] = {}
     with EachStage(job.loaded.names) as stage:
         for index in indices:
             if stage.failed and job.loaded.stages[index].data != job.loaded.stages[index - 1].data:
                 break  # reading it may take long, and would not show the same error
             with stage(index):
-                found[index] = await begin(job, index)
+                evaluates_alone = job.loaded.config.mode == "eval"
+                found[index] = begin_evaluation(job, index) if evaluates_alone else await begin(job, index)
     return found
 
 
