@@ -25,9 +25,10 @@ from fake_hub import Hub
 from forked import Started
 from remote_places import SECRET
 from test_checkpoint_options import CONFIG, same
+from test_storage import Dying
 from whet import checkpoint
 from whet.checkpoint import Keep, Saver
-from whet.storage import hub, stores, uploads
+from whet.storage import fetch, hub, stores, uploads
 from whet.storage.manifests import MANIFEST, manifest
 from whet.storage.uploads import Uploads
 from whet.track.files import atomic_folder
@@ -325,6 +326,27 @@ def test_a_damaged_manifest_there_is_a_copy_to_be_made_again(
         assert json.loads(found.read_text()) == json.loads((path / MANIFEST).read_text())
         found.write_text(text, errors="surrogateescape")
     assert "the folder counts as incomplete" in caplog.text
+
+
+def test_a_copy_whose_process_ended_after_its_manifest_is_whole_and_tidied_by_the_next_start(
+    tmp_path: Path, there: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made(tmp_path / "here", 1)
+    changes = len(manifest(path)["files"]) + 2  # a listing of what is sent, and the manifest
+    dying = Dying(stores.connect(there[1])[0], changes)
+    with monkeypatch.context() as patched:
+        patched.setattr(stores, "connect", lambda url, real=stores.connect: (dying, real(url)[1]))
+        with pytest.raises(OSError, match="the line is dead"):
+            stores.send(path, there[1], path.name, json.loads((path / MANIFEST).read_text()))
+    copied = there[0] / path.name
+    left = {p.name for p in copied.iterdir()} - {p.name for p in path.iterdir()}
+    assert len(left) == 1, "the last change was not made"
+    fetched = fetch.fetch(fetch.newest_checkpoint(there[1]), tmp_path / "fetched")
+    assert checkpoint.read_state(fetched)["step"] == 1
+    again = Uploads([there[1]])
+    again.missing([path], [])
+    assert again.finish() == []
+    assert {p.name for p in copied.iterdir()} == {p.name for p in path.iterdir()}
 
 
 # ---------------------------------------------------------------- thinned there

@@ -137,6 +137,10 @@ def send(folder: Path, url: str, name: str, manifest: Json) -> None:
     )
 
 
+def settle(url: str, name: str) -> None:
+    """Nothing: a commit leaves no listing of a copy that was being made."""
+
+
 def remove(url: str, name: str) -> None:
     """Remove a folder there, in one commit."""
     repo = parse(url)

@@ -72,7 +72,7 @@ def look(url: str) -> Listing:
     files = {
         name[len(base) :].lstrip("/"): (int(info["size"]), _tag(info))
         for name, info in found.items()
-        if info["type"] == "file" and not name.endswith("/")
+        if info["type"] == "file" and not name.endswith(("/", f"/{_SENDING}"))
     }
     if not files:
         raise WhetError(f"{url}: does not exist")
@@ -145,7 +145,16 @@ def send(folder: Path, url: str, name: str, manifest: Json) -> None:
         if fs.exists(f"{there}/{file}"):
             fs.rm_file(f"{there}/{file}")
     fs.pipe_file(f"{there}/{MANIFEST}", json.dumps(manifest, indent=2).encode() + b"\n")
-    fs.rm_file(f"{there}/{_SENDING}")
+    settle(url, name)
+
+
+def settle(url: str, name: str) -> None:
+    """Remove the listing of a copy that was being made from a folder that is whole: its process may have ended before
+    it could."""
+    fs, path = connect(url)
+    sending = f"{path}/{name}".rstrip("/") + f"/{_SENDING}"
+    if fs.exists(sending):
+        fs.rm_file(sending)
 
 
 def _listed(fs: Any, path: str) -> list[str]:

@@ -225,6 +225,8 @@ class Uploads:
                 raise WhetError(f"{copy.folder} was removed or replaced while it was uploaded")
             size = sum(size for size, _ in own["files"].values())
             log.info("uploaded %s: %.1f MB in %.1f s", copy, size / 1e6, time.monotonic() - start)
+        else:
+            store.settle(copy.url, copy.name)
         if not copy.export:
             self.copied.add(copy, own)
             if copy.new:
