@@ -218,6 +218,20 @@ def test_the_package_itself_is_the_command() -> None:
     assert (done.returncode, done.stdout.startswith("whet ")) == (0, True)
 
 
+def test_files_of_the_working_directory_take_no_place_of_pythons_modules(tmp_path: Path) -> None:
+    for name in ("random", "signal", "json", "secrets"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')")
+    done = subprocess.run(
+        [sys.executable, "-m", "whet", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 INTERRUPTED = """
 import os, signal, sys
 from whet.__main__ import main

@@ -5,8 +5,14 @@ yet, or any more, and Python would print a traceback. While a command runs, SIGT
 schedulers and service managers end leaves no temporary folders; `whet train` answers both itself.
 """
 
-import signal
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # `python -m` puts the working directory first; `whet` has it last (`tables.find`), so a file of the user's there,
+    # such as random.py, does not take the place of a module of Python's
+    sys.path.append(sys.path.pop(0))
+
+import signal
 
 
 def main() -> None:
