@@ -404,6 +404,7 @@ class SglangServer(Server):
         }
         self.waiting = False
         """It is paused, and its requests are in the queue (retract)."""
+        self.named = "default"
         super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
@@ -429,7 +430,12 @@ class SglangServer(Server):
         return self.info
 
     async def model_info(self, body: dict[str, Any]) -> Any:
-        return {"is_generation": True, "weight_version": str(self.engine.version)}
+        return {"is_generation": True, "weight_version": self.named}
+
+    def label(self, version: str) -> None:
+        self.named = version
+        if version.isdecimal():
+            super().label(version)
 
     async def generate(self, body: dict[str, Any]) -> Any:
         given = dict(body["sampling_params"])
@@ -580,6 +586,7 @@ class SglangServer(Server):
         return web.json_response(None)
 
     async def resume_memory_occupation(self, body: dict[str, Any]) -> Any:
+        assert _parts(body) <= self.engine.away, "the scheduler ends"
         await self.engine.place("gpu", _parts(body))
         await self.engine.pause(False)
         return web.json_response(None)

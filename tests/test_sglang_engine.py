@@ -120,6 +120,26 @@ def test_memory_is_given_back_as_far_as_it_comes_back(
     assert taken == ([] if parts is None else [parts[::-1]])
 
 
+@pytest.mark.parametrize("backup", [True, False])
+def test_a_server_that_a_killed_run_has_left_asleep_is_woken_up(server: SglangServer, backup: bool) -> None:
+    """One that is awake is not: it would end."""
+    server.info["enable_weights_cpu_backup"] = backup
+
+    async def story() -> None:
+        left = await opened(server)
+        before = await reply(left, PROMPT, Sampling(max_tokens=5, key=1))
+        await left.place("cpu")
+        for _ in range(2):
+            engine = await opened(server)
+            assert (await reply(engine, PROMPT, Sampling(max_tokens=5, key=1))).token_ids == before.token_ids
+            await engine.close()
+        await left.close()
+
+    run(story())
+    taken = [body["tags"] for body in asked(server, "/resume_memory_occupation")]
+    assert taken == [["weights", "kv_cache"] if backup else ["kv_cache"]]
+
+
 # ---------------------------------------------------------------- what it says
 
 

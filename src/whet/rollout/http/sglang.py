@@ -13,6 +13,8 @@ What is asked and what it means was read in the source of SGLang 0.5.21 to 0.5.2
   a request of their own for the first tokens.
 - `sampling_seed` is read with --enable-deterministic-inference alone, which cannot sample with min_p.
 - An abort ends every request whose id begins with the one that is named, so ids begin with a number that is drawn.
+- It does not tell whether its memory is given back, and ends when memory is taken that is not. So the name of its
+  weights tells it, written after memory was given back, and before it is taken again.
 - `/pause_generation` in the mode `retract` takes requests back to the queue, without their cache: it is recomputed
   under the weights that are there when they go on. In the mode `in_place` the old cache would survive.
 """
@@ -36,7 +38,7 @@ from whet.rollout.http.calls import MOST_TOLD, Call, Calls, reading
 from whet.rollout.http.published import Folder
 from whet.rollout.http.routed import of_buffer
 from whet.rollout.http.served import Taking, finite, through_folder
-from whet.rollout.http.sglang_facts import Facts, detect
+from whet.rollout.http.sglang_facts import ASLEEP, TAGS, Facts, detect
 from whet.rollout.requests import RequestError, ends_of
 from whet.types import (
     Completion,
@@ -75,7 +77,6 @@ CAN = Capabilities(
 """Without --enable-deterministic-inference."""
 NEVER = -1e9
 """A bias with which a token is not sampled; JSON has no infinity."""
-TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
 _COUNT = re.compile(r"^sglang:(?P<name>\w+)(?:\{[^}]*\})? (?P<value>\S+)", re.MULTILINE)
 
 
@@ -97,6 +98,8 @@ class SglangApi:
         self.calls, self.folder = calls, folder
         self.max_context, self.end_token_ids = max_context, frozenset(end_token_ids)
         self.is_, self.routes = Facts("", deterministic=False, parts=frozenset()), routes
+        self._weights = 0
+        """Version of what it samples from."""
         self._run = uuid.uuid4().hex
         """Makes the key of the cache this engine's own: another run may have had the same server and versions."""
 
@@ -117,8 +120,10 @@ class SglangApi:
     async def open(self, weights: int) -> None:
         """See `ServerApi`."""
         self.is_ = await detect(self.calls, max_context=self.max_context, experts=self.routes is not None)
-        await self.resume()  # a killed run may have left it paused
-        await self.calls.ask(LABEL, {"new_version": str(weights), "abort_all_requests": False})
+        self._weights = weights
+        await self.place(frozenset(), was=self.is_.away)  # a killed run may have left it asleep or paused
+        await self.resume()
+        await self._label(frozenset())
 
     def check(self, sampling: Sampling) -> None:
         """See `ServerApi`."""
@@ -187,6 +192,7 @@ class SglangApi:
                         f"{self.calls.url} did not load the weights: {words(said['message'], MOST_TOLD)}"
                     )
             await self.calls.ask(FLUSH)  # refused where something is still cached
+            self._weights = update.version
             engine.arrived(update.version)
             await self.resume()
 
@@ -202,12 +208,20 @@ class SglangApi:
 
     async def place(self, away: frozenset[Part], *, was: frozenset[Part]) -> None:
         """See `ServerApi`. Nothing may be sampled meanwhile."""
-        if more := away - was:
+        if away - was:
             await self.pause()
-            if parts := [TAGS[part] for part in ("cache", "weights") if part in more & self.is_.parts]:
-                await self.calls.ask(RELEASE, {"tags": parts})
-        if parts := [TAGS[part] for part in ("weights", "cache") if part in (was - away) & self.is_.parts]:
-            await self.calls.ask(TAKE, {"tags": parts})
+        away, was = away & self.is_.parts, was & self.is_.parts
+        if more := _tags(away - was)[::-1]:
+            await self.calls.ask(RELEASE, {"tags": more})
+        if away != was:
+            await self._label(away)
+        if back := _tags(was - away):
+            await self.calls.ask(TAKE, {"tags": back})
+
+    async def _label(self, away: frozenset[Part]) -> None:
+        """Name its weights by their version, or by what is away."""
+        name = ASLEEP + " ".join(_tags(away)) if away else str(self._weights)
+        await self.calls.ask(LABEL, {"new_version": name, "abort_all_requests": False})
 
     async def counts(self) -> tuple[int, int]:
         """See `ServerApi`. Tokens are counted at every step of the scheduler; requests when they end."""
@@ -294,6 +308,10 @@ class SglangApi:
     def _key(self, weights: int) -> str:
         """What was cached under other weights is never found."""
         return f"{self._run}-{weights}"
+
+
+def _tags(parts: frozenset[Part]) -> list[str]:
+    return [tag for part, tag in TAGS.items() if part in parts]
 
 
 # ---------------------------------------------------------------- what it says

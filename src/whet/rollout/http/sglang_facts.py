@@ -20,6 +20,11 @@ log = logging.getLogger(__name__)
 INFO = Call("/server_info", "for its version and settings", method="GET")
 MODEL = Call("/model_info", "for its model", method="GET")
 
+TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
+"""In the order in which memory is taken; it is given back in the other one."""
+ASLEEP = "asleep: "
+"""Begins the name that whet gives to the weights of a server whose memory it has given back; the parts follow."""
+
 ROOM = 8
 """A server takes prompts of up to 7 tokens less than its --context-length, and a reply ends 2 before it."""
 
@@ -67,6 +72,8 @@ class Facts:
     """It samples by the seed of a request."""
     parts: frozenset[Part]
     """Of which it can give the memory back, and has them again as they were."""
+    away: frozenset[Part] = frozenset()
+    """Of which a run that ended has given the memory back."""
 
 
 async def detect(calls: Calls, *, max_context: int, experts: bool = False) -> Facts:
@@ -95,7 +102,9 @@ async def detect(calls: Calls, *, max_context: int, experts: bool = False) -> Fa
         parts.add("cache")
         if info.get("enable_weights_cpu_backup"):
             parts.add("weights")
-    return Facts(version, bool(info.get("enable_deterministic_inference")), frozenset(parts))
+    asleep, _, tags = str(model.get("weight_version")).partition(ASLEEP)
+    away = frozenset(part for part, tag in TAGS.items() if not asleep and tag in tags.split())
+    return Facts(version, bool(info.get("enable_deterministic_inference")), frozenset(parts), away)
 
 
 def unfit(info: Mapping[str, Any], *, generates: bool, max_context: int) -> str:
