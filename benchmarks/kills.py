@@ -1,15 +1,16 @@
 """Random kills: SIGKILL and SIGSTOP over the processes of small runs, and what becomes of the runs.
 
-    python benchmarks/kills.py                              # 240 kills, 60 of each kind, into benchmarks/kills.json
+    python benchmarks/kills.py                              # 240 kills, 40 of each kind, into benchmarks/kills.json
     python benchmarks/kills.py --kind ranks --kills 20 --output /tmp/kills.json
 
-Four kinds: `ray` (a driver and two engine replicas in a Ray cluster), `apart` (a trainer and two explorers over SQLite,
-schedule free), `rounds` (the same, schedule fixed), `ranks` (a driver and two trainer ranks). In a run one process
-after the other is hit, chosen, like the signal and the moment, by the seed; the next is hit once the run has gone on
-for a step. What is killed and is not replaced by the run itself is started again by the same command. A process that
-was stopped gets SIGCONT after a while, if nobody watches over it; an engine or a rank is left to the run. After every
-run: nobody is left behind, every rollout is accounted for, no step is missing or done twice, and where the schedule is
-deterministic (all but apart) metrics.jsonl is, byte for byte, that of the run nobody touched.
+Six kinds: `ray` (a driver and two engine replicas in a Ray cluster), `apart` (a trainer and two explorers over SQLite,
+schedule free), `rounds` (the same, schedule fixed), `ranks` (a driver and two trainer ranks), `served` (a driver and
+the double of a vLLM server, which it starts), `served-ranks` (both). In a run one process after the other is hit,
+chosen, like the signal and the moment, by the seed; the next is hit once the run has gone on for a step. What is killed
+and is not replaced by the run itself is started again by the same command. A process that was stopped gets SIGCONT
+after a while, if nobody watches over it; an engine, a server or a rank is left to the run. After every run: nobody is
+left behind, every rollout is accounted for, no step is missing or done twice, and where the schedule is deterministic
+(all but apart) metrics.jsonl is, byte for byte, that of the run nobody touched (without the numbers of a canary).
 """
 
 from __future__ import annotations
@@ -60,7 +61,14 @@ def letters(response, task):
 """
 """With noise, which must come back when a step is repeated; slow, or the run would be over before it is hit."""
 
-Kind = Literal["ray", "apart", "rounds", "ranks"]
+Kind = Literal["ray", "apart", "rounds", "ranks", "served", "served-ranks"]
+RANKED = ("ranks", "served-ranks")
+"""Kinds with ranks."""
+SERVED = ("served", "served-ranks")
+"""Kinds whose engine is a server that the run starts."""
+SERVER = """#!/bin/sh
+exec {python} -c "from vllm_double import main; main()" "$@"
+"""
 APART = ("apart", "rounds")
 """Kinds with processes that live on by themselves."""
 Signal = Literal["SIGKILL", "SIGSTOP"]
@@ -145,9 +153,21 @@ class Site:
                 "restarts": 1000,
             }
             given["cluster"] |= {"start_timeout_s": WAIT_S / 2}
-        elif self.kind == "ranks":
+        if self.kind in RANKED:
             given["train"] |= {"parallel": {"dp_shard": 2, "timeout_s": self.patience_s}}
-        else:
+        if self.kind in SERVED:
+            (self.folder / "vllm").write_text(SERVER.format(python=sys.executable))
+            (self.folder / "vllm").chmod(0o755)
+            path = os.pathsep.join([str(HERE.parent / "src"), str(HERE.parent / "tests")])
+            server = {
+                "command": str(self.folder / "vllm"),
+                "env": {"PYTHONPATH": path},
+                "token": "open sesame",
+            }
+            given["rollout"] |= {"engine": "vllm", "server": server | {"timeout_s": self.patience_s / 2}}
+            given["rollout"]["server"] |= {"start_timeout_s": WAIT_S / 2, "restarts": 1000}
+            given["machine"] |= {"logprob_parity": "off"}
+        if self.kind in APART:
             schedule = {"schedule": "async"} if self.kind == "apart" else {}
             given["rollout"] |= {"max_staleness": 2} | schedule
             given["buffer"] = {"url": f"sqlite:///{self.folder}/groups.db", "lease_s": 2.0}
@@ -205,15 +225,23 @@ class Site:
                 who = re.sub(r"-\d+$", "", who)
                 if who in ("engine", "rank", "reward", "reward-nursery", "reward-keeper"):
                     out.setdefault(who, []).append((int(pid), int(began)))
+        log = self.folder / "run/engine.log"
+        for pid in re.findall(r"its process is (\d+)", log.read_text() if log.exists() else "")[-1:]:
+            if self.is_marked(int(pid)):
+                out["server"] = [process(int(pid))]
         return out
+
+    def is_marked(self, pid: int) -> bool:
+        """Whether a process lives that was started here."""
+        with suppress(OSError):
+            return f"WHET_KILLS={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return False
 
     def everyone(self) -> list[tuple[int, int]]:
         """All processes that belong to this run, found by the mark in their environment or by the run's own list."""
         found = [who for group in self.targets().values() for who in group]
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if f"WHET_KILLS={self.mark}".encode() in (folder / "environ").read_bytes():
-                    found.append(process(int(folder.name)))
+        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        found += [process(pid) for pid in pids if self.is_marked(pid)]
         self.known |= {who for who in found if who[1]}
         return sorted(who for who in self.known if process(who[0]) == who)
 
@@ -321,6 +349,7 @@ def judged(site: Site, made: Hit, name: str, code: int) -> str:
     word = {
         "rank": r"rank \d+ of \d+ is stopped" if made.signal == "SIGSTOP" else r"rank \d+ of \d+ died",
         "engine": r"replica|engine",
+        "server": r"server|engine",
         "reward-keeper": r"reward",
         "reward-nursery": r"reward",
     }
@@ -374,7 +403,7 @@ def faults(site: Site, unbroken: bytes | None) -> list[str]:
     found = []
     metrics = (site.folder / "run/metrics.jsonl").read_bytes()
     lines = [json.loads(line) for line in metrics.splitlines()]
-    if unbroken is not None and metrics != unbroken:
+    if unbroken is not None and compared(site, metrics) != compared(site, unbroken):
         found.append("metrics.jsonl differs from the unbroken run's")
     if [line["step"] for line in lines if "train/loss" in line] != list(range(1, site.steps + 1)):
         found.append("steps are missing or double")
@@ -389,6 +418,11 @@ def faults(site: Site, unbroken: bytes | None) -> list[str]:
     except TimeoutError:
         found.append(f"left behind: {orphans(site)}")
     return found
+
+
+def compared(site: Site, metrics: bytes) -> bytes:
+    """Without those of the canary: the model that continues its prompts is the one that a process begins with."""
+    return re.sub(rb'"sync/canary_\w+": [^,}]*,? ?', b"", metrics) if site.kind in SERVED else metrics
 
 
 def unbalanced(lines: list[dict[str, Any]]) -> str:
