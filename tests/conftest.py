@@ -92,7 +92,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(autouse=True)
 def _own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test lets this process know strikes nothing out of another one's texts."""
-    for name, value in (("_known", {}), ("_forms", {}), ("_pattern", None)):
+    for name, value in (("_known", {}), ("_forms", {}), ("_compiled", None)):
         monkeypatch.setattr(secrets, name, value)
 
 

@@ -797,3 +797,41 @@ def test_where_runs_overlap_the_output_is_guarded_until_the_last_one_ends(
     second.__exit__(None, None, None)
     assert sys.stdout is out
     assert out.getvalue() == "<redacted:OVERLAP_TOKEN>\n"
+
+
+@pytest.mark.parametrize("ended_by", ["\n", "flush", "end of the run"])
+def test_a_secret_that_is_printed_in_pieces_is_struck(monkeypatch: pytest.MonkeyPatch, ended_by: str) -> None:
+    """One may begin as another one does, and may be in the middle of what is written."""
+    secrets.learn("it", "sk-12ab34cd")
+    secrets.learn("longer", "sk-12ab34cd-ef56")
+    for text, expected in (
+        ("key sk-12ab34cd", "key <redacted:it>"),
+        ("key sk-12ab34cd-ef56 sk-12ab34cd-e", "key <redacted:longer> <redacted:it>-e"),
+        ("sk-12ab sk-", "sk-12ab sk-"),
+    ):
+        for size in range(1, len(text) + 1):
+            raw = io.BytesIO()
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="utf-8", write_through=True))
+            with secrets.guarded_output():
+                for at in range(0, len(text), size):
+                    print(text[at : at + size], end="")
+                if ended_by == "\n":
+                    print()
+                elif ended_by == "flush":
+                    print(end="", flush=True)
+                    assert raw.getvalue().decode() == expected
+            assert raw.getvalue().decode().rstrip("\n") == expected, size
+
+
+def test_bytes_that_are_printed_in_pieces_are_struck_and_what_begins_no_secret_is_not_held() -> None:
+    secrets.learn("it", "sk-12ab34cd")
+    raw = io.BytesIO()
+    stream = secrets.redacting(io.TextIOWrapper(raw, encoding="utf-8", write_through=True))
+    stream.buffer.write(b"\xff sk-12")
+    assert raw.getvalue() == b"\xff "
+    stream.buffer.write(b"ab34cd, sk-12")
+    stream.flush()
+    assert raw.getvalue() == b"\xff <redacted:it>, sk-12"
+    stream.write("sk-12ab\n")
+    stream.write("12 %")
+    assert raw.getvalue().endswith(b"sk-12ab\n12 %")

@@ -17,6 +17,7 @@ import re
 import sys
 import threading
 import traceback
+from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
@@ -198,12 +199,13 @@ _known: dict[str, str] = {}
 """Names by value."""
 _forms: dict[str, str] = {}
 """Names by every form that a value may take in a text."""
-_pattern: re.Pattern[str] | None = None
+_compiled: tuple[re.Pattern[str], list[str], int] | None = None
+"""A pattern of all forms, these in their order, and the length of the longest."""
 
 
 def learn(name: str, value: str) -> None:
     """From now on `redact` replaces this value, in whatever form it comes, by <redacted:NAME>."""
-    global _pattern
+    global _compiled
     if len(value) < SHORTEST or value in _known or "<redacted:" in value or "${" in value:
         return
     _known[value] = name
@@ -213,7 +215,7 @@ def learn(name: str, value: str) -> None:
     for piece in {value, *filter(may_be_secret, pieces)}:
         for form in forms(piece):
             _forms.setdefault(form, name)
-    _pattern = None
+    _compiled = None
 
 
 def guess(name: str, value: str) -> None:
@@ -286,12 +288,29 @@ def forms(value: str) -> set[str]:
 
 def redact(text: str) -> str:
     """The same with every secret that is known replaced by <redacted:NAME>."""
-    global _pattern
+    return _looked_for()[0].sub(lambda m: f"<redacted:{_forms[m[0]]}>", text) if _forms else text
+
+
+def _looked_for() -> tuple[re.Pattern[str], list[str], int]:
+    global _compiled
+    if _compiled is None:
+        longest_first = sorted(_forms, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, longest_first)))
+        _compiled = pattern, sorted(_forms), len(longest_first[0])
+    return _compiled
+
+
+def _unfinished(text: str) -> int:
+    """Where the longest end of a text is with which a longer secret begins; the length of the text if there is none."""
     if not _forms:
-        return text
-    if _pattern is None:
-        _pattern = re.compile("|".join(re.escape(form) for form in sorted(_forms, key=len, reverse=True)))
-    return _pattern.sub(lambda m: f"<redacted:{_forms[m[0]]}>", text)
+        return len(text)
+    pattern, forms, longest = _looked_for()
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        after = bisect_right(forms, text[at:])
+        begins = after < len(forms) and forms[after].startswith(text[at:])
+        if begins and not any(m.start() < at < m.end() for m in pattern.finditer(text)):
+            return at
+    return len(text)
 
 
 def redact_tree(tree: Any) -> Any:
@@ -312,20 +331,46 @@ class _Redacting:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self._held: list[str] = []
+        """An end of what was written with which a secret begins: the next write may complete it. The end of a line and
+        a flush let it go. At most one; taken in one operation, because several threads may write."""
+        self._bytes: _RedactingBytes | None = None
 
     def write(self, text: Any) -> int:
-        if isinstance(text, str):
-            said = redact(text)
-            try:
-                self._stream.write(said)
-            except UnicodeEncodeError as e:
-                self._stream.write(said.encode(e.encoding, "backslashreplace").decode(e.encoding))
-        else:
-            raw = bytes(text)
-            self._stream.write(
-                redact(raw.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
-            )
+        new = self._text(text)
+        said = self._taken() + new
+        at = len(said) if said.endswith("\n") else _unfinished(said)
+        self._held += [said[at:]] if at < len(said) else []
+        self._put(redact(said[:at]))
         return len(text)
+
+    def _taken(self) -> str:
+        try:
+            return self._held.pop()
+        except IndexError:
+            return ""
+
+    def _text(self, written: Any) -> str:
+        if not isinstance(written, str):
+            raise TypeError(f"a stream of text takes str, not {type(written).__name__}")
+        return written
+
+    def _put(self, said: str) -> None:
+        try:
+            self._stream.write(said)
+        except UnicodeEncodeError as e:
+            self._stream.write(said.encode(e.encoding, "backslashreplace").decode(e.encoding))
+
+    def release(self) -> None:
+        """Write what is held."""
+        if held := self._taken():
+            self._put(redact(held))
+        if self._bytes is not None:
+            self._bytes.release()
+
+    def flush(self) -> None:
+        self.release()
+        self._stream.flush()
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -333,13 +378,25 @@ class _Redacting:
 
     @property
     def buffer(self) -> Any:
-        return _Redacting(self._stream.buffer)
+        if self._bytes is None:
+            self._bytes = _RedactingBytes(self._stream.buffer)
+        return self._bytes
 
     def __iter__(self) -> Any:
         return iter(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class _RedactingBytes(_Redacting):
+    """The same of a stream of bytes."""
+
+    def _text(self, written: Any) -> str:
+        return bytes(written).decode("utf-8", "surrogateescape")
+
+    def _put(self, said: str) -> None:
+        self._stream.write(said.encode("utf-8", "surrogateescape"))
 
 
 def guard_output() -> None:
@@ -384,8 +441,10 @@ def guarded_output() -> Generator[None]:
 
 def _bare(stream: Any, before: Any) -> Any:
     """A stream that was not guarded before, as it was."""
-    guarded = isinstance(stream, _Redacting) and not isinstance(before, _Redacting)
-    return stream._stream if guarded else stream
+    if not isinstance(stream, _Redacting) or isinstance(before, _Redacting):
+        return stream
+    stream.release()
+    return stream._stream
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
