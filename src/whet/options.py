@@ -20,7 +20,7 @@ class UnusedChoice(StrEnum):
 
 
 File = Annotated[
-    Path, typer.Argument(help="Config file, YAML or TOML, or launch script (.sh).", show_default=False)
+    Path, typer.Argument(help="Config file (YAML, JSON or TOML), or launch script (.sh).", show_default=False)
 ]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045  (typer reads this annotation at run time)

@@ -161,8 +161,8 @@ class DataConfig(Section):
     """Longest prompt, in tokens, after the chat template. (verl: max_prompt_length)"""
     max_total_tokens: Annotated[int, Field(ge=2)] | None = None
     """Longest prompt and reply together, in tokens: a rollout ends at this length, and `overlong` applies to a longer
-    row of demonstrations or preferences (SFT, DPO). Default: the sum that `max_prompt_tokens` and
-    `rollout.sampling.max_tokens` allow."""
+    row of demonstrations or preferences (SFT, DPO). Default: the sum that `max_prompt_tokens`,
+    `rollout.sampling.max_tokens` and, with an environment, `rollout.env.observation_tokens` allow."""
     overlong: Literal["error", "filter", "truncate_left", "truncate_right", "truncate_middle"] = "error"
     """What happens to a prompt or row above these limits. (verl: truncation) error: the run stops, because silent
     truncation changes the task; filter: the row is dropped and counted; truncate_*: a prompt is truncated on that side,

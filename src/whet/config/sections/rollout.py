@@ -63,13 +63,13 @@ class EnvironmentConfig(Section):
     reply; a reply that is cut there is answered by the environment like any other. (SkyRL: max_generate_length)"""
     observation_tokens: Positive = 1024
     """Maximum number of tokens of the environment in one rollout, in addition to max_prompt_tokens and max_tokens; a
-    rollout whose next messages would exceed it ends with the reason length."""
+    rollout whose next messages would exceed it ends with the stop reason observations."""
     tokens_after_prompt: Positive | None = None
     """Maximum number of tokens after the prompt, sampled tokens and those of the environment together; the descriptions
     of the tools belong to the prompt. null: no further limit. (verl: max_response_length)"""
     input_tokens: Positive | None = None
     """Maximum length of the context of a reply, in tokens, prompt included; a rollout whose next reply would have a
-    longer one ends with the reason length. null: no further limit. (SkyRL: max_input_length)"""
+    longer one ends with the stop reason context. null: no further limit. (SkyRL: max_input_length)"""
     history: Literal["append", "template", "inline"] = "append"
     """append: earlier tokens never change, and new messages are appended, even where the chat template would drop
     earlier thoughts. template: each reply follows the conversation as the template renders it, as a server does; where
