@@ -38,24 +38,24 @@ INTRO = """\
 
 Generated from the tables in `src/whet/dialects` by `make docs`; `whet keys --dialect {first}` prints the same.
 
-`whet train FILE` runs a {system} config as it is, `whet convert FILE` writes it as a native one. Every key of
-{system}'s documents has one of these statuses:
+This page lists every documented key of {system}, with its native keys, default and meaning. `whet train FILE` runs a
+config of {system} unchanged. `whet convert FILE` writes it as a native one. Every key has one of these statuses:
 
 | status | what happens |
 |---|---|
 | mapped | The value is passed to one native key of the same meaning. |
 | translated | Native keys are computed from it and other keys. |
 | derived | It follows from other keys; a value that contradicts them is refused. |
-| coming | Its feature is not built yet: a value that would switch it on is refused. |
+| coming | Its feature is not built yet: a value that would turn it on is refused. |
 | refused | whet will not support it; the reason names what to write instead. |
 
 An unknown key is refused. A key that is left out has the default of the system's documentation, given below.
 
-A file is read as one release: the one that is given (`--dialect {system_name}@VERSION`), else the one that has most of
-the file's keys. Where several have as many, {document} is taken if it is one of them (the release of the configuration
-reference), else the newest. Defaults and meanings differ between releases, and so do results: if the file's keys do
-not determine the release, the report before a run names the native keys that depend on it. Releases that are read:
-{releases}.
+A file is read as one release of {system}. `--dialect {system_name}@VERSION` selects it. Otherwise it is the release
+that has most of the file's keys. If several have as many, it is {document} (the release of the configuration reference)
+if that is one of them, else the newest. Defaults and meanings differ between releases, and so do results: if the file's
+keys do not determine the release, the report before a run names the native keys that depend on it. Releases that are
+read: {releases}.
 
 `whet convert FILE --prove` compares whet's reading of a file with the installed package of {system}: batch sizes,
 steps, learning rates, KL, and advantages and losses of random batches, by {system}'s own code. It prints a table, and
@@ -83,7 +83,7 @@ def page(name: str) -> str:
     return "\n".join(parts)
 
 
-OTHERS = "Where a file stands over another document than that of the tables above.\n"
+OTHERS = "Some files extend another document than that of the tables above. Its defaults are then these.\n"
 
 
 def _of(one: BaseDefault | Row) -> str:
