@@ -128,6 +128,11 @@ def test_the_reference_has_every_command_and_every_public_name():
     assert "| `stop` | `tuple[str, ...]` | Stop strings: sampling ends once" in names
 
 
+def test_text_after_the_example_of_a_docstring_is_text():
+    text = re.sub(r"```.*?```", "", reference.python_page(), flags=re.DOTALL)
+    assert "Arrays are all of the length of `token_ids`" in text
+
+
 def test_every_item_under_a_function_is_one_of_its_parameters():
     """A line of prose that begins with `word:` reads as one."""
     for part in reference.python_page().split("\n### ")[1:]:

@@ -81,7 +81,7 @@ def generate(
     dialect, trust_script: for a config file or launch script, as the options of `whet generate`.
     say: called with the config before anything is run.
 
-    A call that was stopped or killed goes on where it was when it is repeated.
+    If a call was stopped or killed, the same call continues where it ended.
 
     Raises ConfigError before anything is run, DataError for a row that cannot be read or written, WhetError where a
     reply cannot be sampled.

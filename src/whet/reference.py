@@ -222,7 +222,9 @@ def _prose(text: str) -> str:
                 paragraphs[-1] += f"\n{inner}{_escaped(line)}"
         blocks += paragraphs
         if cut < len(lines):
-            blocks.append("```text\n" + textwrap.dedent("\n".join(lines[cut:])) + "\n```")
+            end = next((n for n in range(cut, len(lines)) if not lines[n].startswith("    ")), len(lines))
+            blocks.append("```text\n" + textwrap.dedent("\n".join(lines[cut:end])) + "\n```")
+            blocks.append(_prose("\n".join(lines[end:])))
     return "\n\n".join(block for block in blocks if block)
 
 

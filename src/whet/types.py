@@ -375,7 +375,7 @@ class Strand:
         mask       0 0 0 1 1 0 0 1
     Arrays are all of the length of `token_ids`, and read-only; where mask is false, log-probs are 0.0 and the version
     is -1. Log-probs of sampled tokens are NaN if the engine does not return them (`Completion.logprobs`): then no batch
-    has them (`Batch.logp_sample_N`). Two strands are equal if their tokens are, to the bit.
+    has them (`Batch.logp_sample_N`). Two strands are equal if their arrays are bitwise equal.
     """
 
     token_ids: NDArray[np.int32]

@@ -60,11 +60,11 @@ class EnvStep:
     """Further numbers to record, by name; a rollout has their sums. `rollout.env.max_cost` limits the sum of `cost`, in
     any unit."""
     done: bool | None = None
-    """The episode is over. It has to be told with `messages` or a `history`; without them the default is True."""
+    """Whether the episode is over. Required with `messages` or a `history`; without them it is True."""
     fault: str | None = None
-    """What broke in the environment: the rollout is retried, then unscored. It is never scored 0."""
+    """What failed in the environment: the rollout is retried (`rollout.retries`), then unscored, never scored 0."""
     stop: StopReason | None = None
-    """Why it is over, where `done` and not simply done: a limit of the environment's own."""
+    """Why the episode is over, if not because it is done: a limit of the environment itself. Only with `done`."""
     history: list[Message] | None = None
     """Replaces the whole conversation from here on, the prompt included; `messages` follow it."""
     state: Json = None
@@ -106,7 +106,7 @@ class ReplyScore:
     """What the rewards say of a reply."""
 
     score: float
-    """Of one reward: its own value. Of all: their weighted sum."""
+    """The value of the reward that was asked, or the weighted sum of all."""
     parts: dict[str, float] = field(default_factory=dict)
     """The value of each reward by its name, and its further numbers as NAME/KEY."""
 
@@ -140,9 +140,11 @@ Ask = Callable[[Path, list[Message], Mapping[str, Json]], Awaitable[Message]]
 class World:
     """What an environment may use of the run.
 
-    rng: random numbers of the rollout, the same in every run with this seed. key: the 64-bit number they come from.
-    alone: the episode gets a process of its own. index: number of the rollout in its group. attempt: how often it has
-    failed before.
+    rng: random numbers of the rollout, the same in every run with this seed.
+    key: the 64-bit number from which rng is seeded.
+    alone: the episode gets a process of its own.
+    index: number of the rollout in its group.
+    attempt: how often the rollout has failed before.
     """
 
     def __init__(
@@ -175,11 +177,12 @@ class World:
         return run(self.call_context, function, limit_s, is_async=is_async)
 
     def chat(self, messages: list[Message], **sampling: Json) -> Awaitable[Message]:
-        """Ask the policy: its reply to a conversation of its own, which is trained with the rollout's reward.
+        """Sample a reply of the policy to a separate conversation, which is trained with the rollout's reward.
 
-        sampling: max_tokens, stop. The random numbers follow from the turn and the order of the calls in it.
-        ValueError for another setting. In an async method the result is awaited; in a plain method `chat` waits itself
-        and returns the message.
+        In an async method the result must be awaited; in a plain method `chat` blocks and returns the message. The
+        random numbers depend on the turn and the order of the calls in it.
+
+        sampling: max_tokens, stop. ValueError for another setting.
         """
         if unknown := sorted(sampling.keys() - set(CHAT_KEYS)):
             raise ValueError(f"world.chat got {', '.join(unknown)}; expected {', '.join(CHAT_KEYS)}")
@@ -194,12 +197,15 @@ class World:
         prompt: str | list[Message] | None = None,
         answer: Json = None,
     ) -> Awaitable[ReplyScore]:
-        """Ask the rewards of the config: the score of a reply, as a text, a message, or the messages after the prompt.
+        """Ask the rewards of the config for the score of a reply: a text, a message, or the messages after the prompt.
 
-        reward: the name of one of them, whatever its weight; its value is the score. None: all that score the task; the
-        score is their weighted sum. prompt, answer: in place of the task's. They get the row's columns, and no tokens.
-        Rewards run where they always do, with the limits of `reward_workers`. RuntimeError if one fails or hangs, or
-        there is none. In a plain method `score` waits itself, as `chat` does.
+        Rewards get the row's columns, and no tokens. They run in their own processes, with the limits of
+        `reward_workers`. RuntimeError if one fails or hangs, or there is none. In a plain method `score` blocks, as
+        `chat` does.
+
+        reward: the name of one reward, whatever its weight; its value is the score. None: all rewards of the task; the
+        score is their weighted sum.
+        prompt, answer: replace those of the task.
         """
         asked = None if prompt is None else _unlisted(prompt, "world.score prompt")
         given = {
@@ -214,12 +220,13 @@ class World:
     def program(
         self, code: str, *, stdin: str = "", limit_s: float = 10.0, memory_mb: int = 1024
     ) -> Awaitable[ProgramOutcome]:
-        """Run Python code that nobody has read, such as the policy's, in a sandbox: it computes and prints, reads no
-        file but Python's own, writes none, and starts no program, process or connection.
+        """Run untrusted Python code, such as the policy's, in a sandbox: it computes and prints, reads no file but
+        Python's own, writes none, and starts no program, process or connection.
 
-        limit_s: of its run, in seconds. memory_mb: address space, Python's own included; at most
-        `reward_workers.memory_mb`. RuntimeError where this system has no sandbox. In a plain method `program` waits
-        itself, as `chat` does.
+        RuntimeError if this system has no sandbox. In a plain method `program` blocks, as `chat` does.
+
+        limit_s: longest run, in seconds.
+        memory_mb: address space, Python's own included; at most `reward_workers.memory_mb`.
         """
         given = {"code": code, "stdin": stdin, "limit_s": limit_s, "memory_mb": memory_mb}
         as_program_call(given)

@@ -54,7 +54,8 @@ class ProgramOutcome:
     """One run."""
 
     ended: str
-    """well: at the end of its code; exit: by the code's own wish, with status 0; else error, time, or printed."""
+    """well: at the end of its code; exit: the code called exit with status 0; error: an exception or another status;
+    time: the time limit; printed: too much output."""
     printed: str = ""
     """Standard output."""
     errors: str = ""
