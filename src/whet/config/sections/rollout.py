@@ -107,14 +107,14 @@ class RolloutConfig(Section):
     """Number of engine replicas, each in a separate process with its own copy of the weights, by Ray (see `cluster`).
     0: one engine in the process of the trainer, on the weights of the trainer."""
     quantization: Quantization | None = None
-    """Sample from an 8-bit copy of the weights, which is made at every weight sync; training uses the original weights.
-    Each row of a matrix, and the activations of each token, are scaled by their largest absolute value. Embedding,
-    norms, routers, output layer, biases, KV cache and matrices with a side that is not divisible by 16 keep their
-    dtype. float8 (e4m3): for GPUs of compute capability 8.9 (L4, H100 ...); on a CPU it works, but is many times
-    slower. int8: for GPUs of 7.5 and for CPUs, where large matrices are faster than in float32. mxfp4: the matrices of
-    experts alone, in 4 bits with a power of two for each 32 inputs; activations are not rounded. Evaluations also use
-    this copy. Sampled and trained log-probs differ (train/mismatch_*), so old log-probs are recomputed; consider
-    algorithm.correction."""
+    """Sample from a copy of the weights in 8 bits (mxfp4: 4), which is made at every weight sync; training uses the
+    original weights. Each row of a matrix, and the activations of each token, are scaled by their largest absolute
+    value. Embedding, norms, routers, output layer, biases, KV cache and matrices with a side that is not divisible by
+    16 keep their dtype. float8 (e4m3): for GPUs of compute capability 8.9 (L4, H100 ...); on a CPU it works, but is
+    many times slower. int8: for GPUs of 7.5 and for CPUs, where large matrices are faster than in float32. mxfp4: the
+    matrices of experts alone, in 4 bits with a power of two for each 32 inputs; activations are not rounded.
+    Evaluations also use this copy. Sampled and trained log-probs differ (train/mismatch_*), so old log-probs are
+    recomputed; consider algorithm.correction."""
     group_size: Positive = 8
     """Rollouts of one task. (verl: rollout.n; TRL: num_generations)"""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
