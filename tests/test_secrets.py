@@ -835,3 +835,20 @@ def test_bytes_that_are_printed_in_pieces_are_struck_and_what_begins_no_secret_i
     stream.write("sk-12ab\n")
     stream.write("12 %")
     assert raw.getvalue().endswith(b"sk-12ab\n12 %")
+
+
+def test_what_several_threads_print_at_once_is_all_there() -> None:
+    secrets.learn("it", "sk-12ab34cd")
+    raw = io.StringIO()
+    stream = secrets.redacting(raw)
+
+    class Interrupted(str):
+        """While it is written, another thread writes."""
+
+        def __radd__(self, before: str) -> str:
+            stream.write("s")
+            return before + str(self)
+
+    stream.write(Interrupted("sk"))
+    stream.flush()
+    assert raw.getvalue() == "ssk"

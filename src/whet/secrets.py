@@ -19,7 +19,7 @@ import threading
 import traceback
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from types import TracebackType
 from typing import Any
@@ -333,7 +333,7 @@ class _Redacting:
         self._stream = stream
         self._held: list[str] = []
         """An end of what was written with which a secret begins: the next write may complete it. The end of a line and
-        a flush let it go. At most one; taken in one operation, because several threads may write."""
+        a flush let it go. Of several threads that write at once, each may leave one; each is taken in one operation."""
         self._bytes: _RedactingBytes | None = None
 
     def write(self, text: Any) -> int:
@@ -345,10 +345,11 @@ class _Redacting:
         return len(text)
 
     def _taken(self) -> str:
-        try:
-            return self._held.pop()
-        except IndexError:
-            return ""
+        taken = ""
+        with suppress(IndexError):  # another thread may take the rest
+            while self._held:
+                taken += self._held.pop(0)
+        return taken
 
     def _text(self, written: Any) -> str:
         if not isinstance(written, str):
