@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -852,3 +853,19 @@ def test_what_several_threads_print_at_once_is_all_there() -> None:
     stream.write(Interrupted("sk"))
     stream.flush()
     assert raw.getvalue() == "ssk"
+
+
+def test_a_secret_that_is_learned_while_another_thread_prints_is_struck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secrets.learn("first", "sk-12ab34cd")
+    compile_now = re.compile
+
+    def compiled(pattern: str) -> re.Pattern[str]:
+        secrets.learn("second", "pk-56ef78ab")  # by another thread
+        return compile_now(pattern)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(re, "compile", compiled)
+        assert secrets.redact("sk-12ab34cd") == "<redacted:first>"
+    assert secrets.redact("sk-12ab34cd pk-56ef78ab") == "<redacted:first> <redacted:second>"

@@ -205,7 +205,6 @@ _compiled: tuple[re.Pattern[str], list[str], int] | None = None
 
 def learn(name: str, value: str) -> None:
     """From now on `redact` replaces this value, in whatever form it comes, by <redacted:NAME>."""
-    global _compiled
     if len(value) < SHORTEST or value in _known or "<redacted:" in value or "${" in value:
         return
     _known[value] = name
@@ -215,7 +214,6 @@ def learn(name: str, value: str) -> None:
     for piece in {value, *filter(may_be_secret, pieces)}:
         for form in forms(piece):
             _forms.setdefault(form, name)
-    _compiled = None
 
 
 def guess(name: str, value: str) -> None:
@@ -292,12 +290,14 @@ def redact(text: str) -> str:
 
 
 def _looked_for() -> tuple[re.Pattern[str], list[str], int]:
+    """Compiled again where another thread has learned more meanwhile."""
     global _compiled
-    if _compiled is None:
+    compiled = _compiled
+    if compiled is None or len(compiled[1]) < len(_forms):
         longest_first = sorted(_forms, key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, longest_first)))
-        _compiled = pattern, sorted(_forms), len(longest_first[0])
-    return _compiled
+        compiled = _compiled = pattern, sorted(longest_first), len(longest_first[0])
+    return compiled
 
 
 def _unfinished(text: str) -> int:
