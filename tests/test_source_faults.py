@@ -66,6 +66,20 @@ def test_a_class_of_rows_that_fails_is_named_by_the_key_of_its_file(tmp_path: Pa
         assert found.endswith(f"The rows come from override {given}.")
 
 
+@pytest.mark.parametrize(
+    "value", ["/none/a.parquet", "[/none/a.parquet]", "[/none/a.parquet,/none/b.parquet]"]
+)
+def test_rows_of_an_override_come_from_it_be_it_a_list_or_not(value: str) -> None:
+    for file, key in ((VERL, "data.train_files"), (SKYRL, "data.train_data")):
+        given = f"{key}={value}"
+        assert said(file, given).endswith(f"The rows come from override {given}.")
+
+
+def test_a_list_of_an_override_counts_above_the_file_under_another_name_of_the_key() -> None:
+    found = said(SKYRL, given := "train_data=[/none/a.parquet]")
+    assert found == f"No such data file: /none. The rows come from override {given}."
+
+
 def test_a_native_file_has_its_own_words_alone(tmp_path: Path) -> None:
     found = said("examples/first_run.yaml", "stages.sft.data.train=[{path: examples/words.jsonl, prompt: q}]")
     assert found.endswith("in the source: `prompt: COLUMN`.")

@@ -117,7 +117,7 @@ class Tree:
             self.problems.append((source, f"there is no entry {path[-1]} in {'.'.join(map(str, path[:-1]))}"))
             return
         self.origins = {at: place for at, place in self.origins.items() if at[: len(path)] != path}
-        self.origins |= {at: source for at, _ in leaves(value, path)}
+        self.origins |= dict.fromkeys([path, *(at for at, _ in leaves(value, path))], source)
         for n in range(1, len(path)):
             self.origins.setdefault(path[:n], source)
 
