@@ -177,8 +177,11 @@ THINKING = "differs.tsv: the chat template decides"
 DOCUMENTED: Sequence[tuple[str, str, str]] = (
     ("verl@0.6.0 sft_trainer_engine", "train.parallel.dp_shard", TORCHRUN),
     ("verl@0.6.1 sft_trainer_engine", "train.parallel.dp_shard", TORCHRUN),
-    ("verl@0.4.0 sft_trainer", "data.train.0.prompt", DICTS),
-    ("verl@0.4.0 sft_trainer", "data.train.0.response", DICTS),
+    *(
+        ("verl@0.4.0 sft_trainer", f"data.{part}.0.{column}", DICTS)
+        for part in ("train", "eval")
+        for column in ("prompt", "response")
+    ),
     *(
         (f"trinity@{release} Config", key, THINKING)
         for release in ("0.4.0", "0.4.1")
