@@ -533,7 +533,7 @@ def test_a_long_result_is_cut_where_it_is_asked_to_be() -> None:
 def test_a_result_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     from whet import secrets
 
-    for name, value in (("_known", {}), ("_forms", {}), ("_pattern", None)):
+    for name, value in (("_known", {}), ("_forms", {}), ("_compiled", None)):
         monkeypatch.setattr(secrets, name, value)
     secrets.learn_all({"hunter2-hunter2-hunter2": "API_KEY"})
     assert fit("the key is hunter2-hunter2-hunter2.", 100, "right") == (
