@@ -417,7 +417,8 @@ def test_two_rewards_of_one_name_do_not_replace_each_other(
 
 
 def test_every_command_has_an_example_that_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")  # without the runs of a checkout: `view` would serve them
+    # Without the runs of a checkout: `view` would serve them.
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     found = examples()
     assert set(found) == COMMANDS
