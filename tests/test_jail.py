@@ -31,6 +31,7 @@ import hostile
 from whet import secrets
 from whet.guard import confine, nursery
 from whet.guard.jail import Failure, Jail, RewardCall
+from whet.guard.output import OutputPipe
 from whet.guard.processes import state
 from whet.types import ConfigError, WhetError
 
@@ -584,9 +585,9 @@ def test_close_ends_everything_and_says_so():
 @pytest.mark.parametrize("levels", [20, 900, 100_000])
 def test_an_answer_that_nests_is_none_before_the_run_reads_it(levels):
     body = b'{"parts": {"score": ' + b"[" * levels + b"]" * levels + b"}}"
-    w: Any = SimpleNamespace(work=SimpleNamespace(number=1), inbox=b"")
+    w: Any = SimpleNamespace(calls=[SimpleNamespace(number=1)])
     with pytest.raises(ValueError, match="nested too deeply"):
-        nursery.read_reply([(1, body)], w)
+        nursery.read_reply(1, body, w)
 
 
 def test_the_exits_of_what_rewards_have_left_behind_are_forgotten(tmp_path, monkeypatch):
@@ -596,7 +597,10 @@ def test_the_exits_of_what_rewards_have_left_behind_are_forgotten(tmp_path, monk
     run, ours = socket.socketpair()
     guard = nursery.Nursery(run, [], limits, str(tmp_path))
     workers = [
-        nursery.Worker((1 << 22) + n, 0, socket.socket(), os.open(os.devnull, os.O_RDONLY)) for n in range(3)
+        nursery.Worker(
+            (1 << 22) + n, 0, socket.socket(), OutputPipe(os.open(os.devnull, os.O_RDONLY), 64, b"mark")
+        )
+        for n in range(3)
     ]
     guard.workers, guard.exits = list(workers), {w.pid: -9 for w in workers}
     guard.end(workers[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterator
 
 _HEAD = struct.Struct("!QI")
 HEAD_BYTES = _HEAD.size
@@ -20,21 +21,23 @@ def pack(number: int, body: bytes) -> bytes:
     return _HEAD.pack(number, len(body)) + body
 
 
-def unpack(buffer: bytearray, limit: int) -> list[tuple[int, bytes]]:
-    """Take all whole messages off the front of `buffer`. ValueError on one longer than `limit` bytes."""
-    found = []
+def unpack(buffer: bytearray, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Take all whole messages off the front of `buffer`. ValueError on one longer than `limit` bytes, after those
+    before it."""
     at = 0
-    while len(buffer) - at >= HEAD_BYTES:
-        number, length = _HEAD.unpack_from(buffer, at)
-        if length > limit:
-            raise ValueError(f"a message of {length} bytes, at most {limit} are allowed")
-        end = at + HEAD_BYTES + length
-        if len(buffer) < end:
-            break
-        found.append((number, bytes(buffer[at + HEAD_BYTES : end])))
-        at = end
-    del buffer[:at]
-    return found
+    try:
+        while len(buffer) - at >= HEAD_BYTES:
+            number, length = _HEAD.unpack_from(buffer, at)
+            if length > limit:
+                raise ValueError(f"a message of {length} bytes, at most {limit} are allowed")
+            end = at + HEAD_BYTES + length
+            if len(buffer) < end:
+                break
+            body = bytes(buffer[at + HEAD_BYTES : end])
+            at = end
+            yield number, body
+    finally:
+        del buffer[:at]
 
 
 def receive(channel: socket.socket) -> tuple[int, bytes]:

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from types import TracebackType
 from typing import Literal, cast, get_args
 
@@ -145,7 +144,6 @@ class Jail:
         self.functions = {name: place for place, name in enumerate(functions)}
         self._titles = titles or {}
         self.workers, self.timeout_s, self.patience_s = workers, timeout_s, patience_s
-        self._numbers = count(1)
         self._pending: dict[int, _Pending] = {}
         self._unsent: deque[int] = deque()
         self._suspects: deque[int] = deque()
@@ -204,7 +202,7 @@ class Jail:
         # those of one function together: each process has one, and goes on without a pause
         first = {call.function: place for place, call in reversed([*enumerate(calls)])}
         order = sorted(range(len(calls)), key=lambda place: first[calls[place].function])
-        messages = [(place, *self._message(next(self._numbers), calls[place])) for place in order]
+        messages = [(place, *self._message(calls[place])) for place in order]
         batch = _Batch(asyncio.get_running_loop().create_future(), len(calls), [CallResult()] * len(calls))
         for place, number, message in messages:
             self._pending[number] = _Pending(message, batch, place)
@@ -216,7 +214,8 @@ class Jail:
         await batch.done
         return batch.results
 
-    def _message(self, number: int, call: RewardCall) -> tuple[int, bytes]:
+    def _message(self, call: RewardCall) -> tuple[int, bytes]:
+        """Its number, which only a process that has the call can answer, and what is sent."""
         if call.function not in self.functions:
             raise WhetError(
                 f"the jail has no function {call.function!r}; it has {', '.join(sorted(self.functions))}"
@@ -228,6 +227,7 @@ class Jail:
                 f"arguments of {len(body)} bytes for {call.function!r}; the limit is half of {frames.MAX_CALL_BYTES}"
             )
         head = nursery.CALL.pack(timeout_s, self.functions[call.function])
+        number = int.from_bytes(os.urandom(8)) or 1
         return number, frames.pack(number, head + body)
 
     def _send(self) -> None:
@@ -299,7 +299,8 @@ class Jail:
         if self._alone is None:
             unsent = set(self._unsent)
             sent = [number for number in self._pending if number not in unsent]
-            self._suspects.extend(sent[: self.workers])  # calls start in order: it was one of the first
+            # Calls start in order: it was one of those that workers had.
+            self._suspects.extend(sent[: self.workers * nursery.AHEAD])
         elif self._tries < _TRIES_ALONE:
             self._suspects.appendleft(self._alone)
             self._alone = None

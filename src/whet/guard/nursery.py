@@ -1,9 +1,9 @@
 """The processes between a run and its rewards: supervisor (keeper) -> forkserver (nursery) -> workers.
 
 The supervisor is forked from the run once, loads the foreign functions, forks the forkserver, and forks it again if it
-dies. The forkserver is single-threaded and runs no foreign code: it hands calls to workers, one at a time each, and
-kills and replaces faulty workers. When the run ends, however it ends, both see their channel close and kill all
-processes.
+dies. The forkserver is single-threaded and runs no foreign code: it hands calls to workers, which run them one after
+the other, and kills and replaces faulty workers. Where calls are short, a worker has the next ones before it is idle.
+When the run ends, however it ends, both see their channel close and kill all processes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from functools import partial
 from whet.environment import one_thread
 from whet.guard import confine, frames, sandbox, stacks, worker
 from whet.guard.foreign import describe
+from whet.guard.output import MARK_BYTES, OutputPipe
 from whet.guard.processes import wake_with_parent
 from whet.guard.temporary import OwnFolder
 from whet.inputs import depth
@@ -48,7 +49,16 @@ CALL = struct.Struct("!dI")
 _TICK_S = 0.1
 _BEAT_S = 1.0
 _GATHER_S = 0.01
+AHEAD = 32
+"""Calls that a worker has at most, with the one that it runs."""
+_AHEAD_S = 0.002
+"""As long as they take together, by those before them: what is behind a long call would wait for it."""
+_AHEAD_BYTES = 2**15
+"""Their arguments together: a fraction of what a channel holds, so that sending never waits."""
+_PAUSE_S = 0.0005
+"""Between looks at workers that have calls ahead: their answers are read together."""
 _MAX_PROCESSES = 64
+_NO_ANSWER = "bytes that are not an answer"
 _MOST_LEVELS = 8
 """Lists and mappings inside one another, in an answer."""
 
@@ -82,13 +92,27 @@ class Worker:
     pid: int
     function: int
     channel: socket.socket
-    output: int
-    work: PendingCall | None = None
-    deadline: float = 0.0
+    output: OutputPipe
+    calls: deque[PendingCall] = field(default_factory=deque)
+    """What it has: the first one runs."""
+    began: float = 0.0
+    """When that one did."""
+    room: int = 1
+    """How many it may have."""
     served: int = 0
     inbox: bytearray = field(default_factory=bytearray)
-    printed: bytearray = field(default_factory=bytearray)
-    dropped: int = 0
+
+    def deadline(self) -> float:
+        return self.began + self.calls[0].timeout_s
+
+    def takes(self, call: PendingCall) -> bool:
+        """Whether it may have this call behind those that it has."""
+        return (
+            self.function == call.function
+            and len(self.calls) < self.room
+            and sum(len(c.body) for c in self.calls) + len(call.body) <= _AHEAD_BYTES
+            and not call.alone
+        )
 
 
 _STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -250,14 +274,17 @@ class Nursery:
         what is old): the next forkserver has another one."""
         while self.open and os.path.isdir(self.folder):
             self.dispatch()
+            self.ahead()
             self.flush()
+            if any(len(w.calls) > 1 for w in self.workers):
+                time.sleep(_PAUSE_S)
             for key, _ in self.selector.select(self.patience_s()):
                 key.data()
             self.tick()
         confine.sweep(set(), self.exits)
 
     def busy(self) -> list[Worker]:
-        return [w for w in self.workers if w.work]
+        return [w for w in self.workers if w.calls]
 
     def patience_s(self) -> float | None:
         if self.outbox:
@@ -266,7 +293,7 @@ class Nursery:
         if not busy:
             return None
         now = time.monotonic()
-        return max(0.0, min(_TICK_S, *(w.deadline - now for w in busy)))
+        return max(0.0, min(_TICK_S, *(w.deadline() - now for w in busy)))
 
     # ------------------------------------------------------------ the run
 
@@ -291,17 +318,17 @@ class Nursery:
             del self.outbox[:sent]
         self.sent_at = now
 
-    def answer(self, w: Worker, work: PendingCall, reply: dict[str, object]) -> None:
-        """Answer `work` with `reply`, what was printed meanwhile, and how long that took."""
-        self.drain(w)
-        reply["seconds"] = time.monotonic() - (w.deadline - work.timeout_s)
-        reply["output"] = w.printed.decode(errors="replace")
+    def answer(self, w: Worker, reply: dict[str, object], seconds: float, *, fit: bool = False) -> None:
+        """Answer the call that `w` runs with `reply`, what it printed, and how long it took; then its next one runs.
+        fit: it takes another one."""
+        printed, dropped = w.output.take(marked=fit)
+        reply["seconds"] = seconds
+        reply["output"] = printed.decode(errors="replace")
         cut = reply.pop("cut", 0)
-        reply["dropped"] = w.dropped + (cut if type(cut) is int and 0 <= cut < 2**62 else 0)
-        w.printed.clear()
-        w.dropped = 0
-        w.work = None
-        self.outbox += frames.pack(work.number, json.dumps(reply).encode())
+        reply["dropped"] = dropped + (cut if type(cut) is int and 0 <= cut < 2**62 else 0)
+        call = w.calls.popleft()
+        w.began = time.monotonic()
+        self.outbox += frames.pack(call.number, json.dumps(reply).encode())
 
     # ------------------------------------------------------------ workers
 
@@ -309,7 +336,7 @@ class Nursery:
         """Give waiting calls to idle workers of their function; fork workers as needed, up to the limit."""
         while self.queue and len(self.busy()) < self.limits.workers:
             work = self.queue[0]
-            idle = [w for w in self.workers if not w.work and w.function == work.function]
+            idle = [w for w in self.workers if not w.calls and w.function == work.function]
             if work.alone and idle:
                 self.end(idle.pop())
             if work.alone or not idle:
@@ -325,6 +352,15 @@ class Nursery:
                     continue
             self.start(idle[0], self.queue.popleft())
 
+    def ahead(self) -> None:
+        """Give waiting calls to workers that are busy, if those before them were short: a process that waits for each
+        call, and one that is woken for each answer, take longer than such a call."""
+        while self.queue:
+            takers = [w for w in self.workers if w.takes(self.queue[0])]
+            if not takers:
+                return
+            self.send(min(takers, key=lambda w: len(w.calls)), self.queue.popleft())
+
     def refuse(self, work: PendingCall, detail: str) -> None:
         """Answer a call that no worker has had."""
         reply = {"failure": ["crashed", detail], "output": "", "dropped": 0, "seconds": 0.0}
@@ -335,12 +371,17 @@ class Nursery:
             self.end(w)
             self.queue.appendleft(work)
             return
-        w.work, w.deadline = work, time.monotonic() + work.timeout_s
+        w.began = time.monotonic()
+        self.send(w, work)
+
+    def send(self, w: Worker, work: PendingCall) -> None:
+        w.calls.append(work)
         try:
             w.channel.sendall(frames.pack(work.number, work.body))
-        except OSError:  # it ended while idle, through something an earlier call left
-            self.end(w)
-            self.queue.appendleft(work)
+        except OSError:
+            if len(w.calls) == 1:  # it ended while idle, through something an earlier call left
+                self.end(w)
+            # else `hear` will hear that it has ended
 
     def spawn(self, function: int) -> Worker:
         ours, theirs = socket.socketpair()
@@ -352,9 +393,9 @@ class Nursery:
             theirs.close()
             raise
         os.set_blocking(out, False)
-        nursery = os.getpid()
+        nursery, mark = os.getpid(), os.urandom(MARK_BYTES)
         try:
-            pid = fork(partial(self.become_worker, function, theirs, into, nursery))
+            pid = fork(partial(self.become_worker, function, theirs, into, nursery, mark))
         except OSError:
             ours.close()
             os.close(out)
@@ -362,13 +403,15 @@ class Nursery:
         finally:
             theirs.close()
             os.close(into)
-        w = Worker(pid, function, ours, out)
+        w = Worker(pid, function, ours, OutputPipe(out, self.limits.max_output_bytes, mark))
         self.selector.register(ours, selectors.EVENT_READ, partial(self.hear, w))
         self.selector.register(out, selectors.EVENT_READ, partial(self.hear_output, w))
         self.workers.append(w)
         return w
 
-    def become_worker(self, function: int, channel: socket.socket, into: int, nursery: int) -> None:
+    def become_worker(
+        self, function: int, channel: socket.socket, into: int, nursery: int, mark: bytes
+    ) -> None:
         os.setsid()
         confine.die_with(nursery)
         os.dup2(into, 1)
@@ -378,7 +421,7 @@ class Nursery:
         if not guarded.confined:  # else it has no file that it may write to, not even of its stacks
             stacks.listen("reward")
             self.settle()
-        worker.serve(channel, guarded, self.limits.memory_mb, self.limits.max_output_bytes)
+        worker.serve(channel, guarded, self.limits.memory_mb, self.limits.max_output_bytes, mark)
 
     def settle(self) -> None:
         """Temporary files of this process go into a folder of its own, which is removed with it."""
@@ -401,56 +444,67 @@ class Nursery:
     def hear(self, w: Worker) -> None:
         """A worker answered, wrote invalid bytes, or ended."""
         if w not in self.workers:  # an earlier event of this round ended it
-            return None
+            return
         try:
             data = w.channel.recv(frames.READ_BYTES)
         except OSError:
             data = b""
         if not data:
-            return self.ended(w)
+            self.ended(w)
+            return
         w.inbox += data
+        messages, problem = [], ""
         try:
-            messages = frames.unpack(w.inbox, frames.MAX_REPLY_BYTES)
-            if not messages:
-                return None
-            reply, fit = read_reply(messages, w)
+            for message in frames.unpack(w.inbox, frames.MAX_REPLY_BYTES):
+                messages.append(message)
         except ValueError as error:
-            return self.fail(w, "output", f"on the result channel: {error}")
-        work = w.work
-        assert work is not None
+            problem = str(error)
+        seconds = (time.monotonic() - w.began) / max(len(messages), 1)  # of each, where they came together
+        for number, body in messages:
+            if w not in self.workers:  # its calls are in the queue again
+                return
+            self.hear_answer(w, number, body, seconds)
+        if w in self.workers and (problem or (w.inbox and not w.calls)):
+            self.garbled(w, problem or _NO_ANSWER)
+        if messages:
+            w.room = max(1, min(AHEAD, int(_AHEAD_S / max(seconds, 1e-9))))
+
+    def hear_answer(self, w: Worker, number: int, body: bytes, seconds: float) -> None:
+        try:
+            reply, fit = read_reply(number, body, w)
+        except ValueError as error:
+            self.garbled(w, str(error))
+            return
         w.served += 1
-        spent = out_of_resources(reply)
-        if w.served > 1 and not work.alone and spent:  # perhaps another call has used them up
-            return self.retry(w)
-        self.answer(w, work, reply)
+        spent = worker.out_of_resources(reply)
+        if w.served > 1 and not w.calls[0].alone and spent:  # perhaps another call has used them up
+            self.retry(w)
+            return
+        self.answer(w, reply, seconds, fit=fit)
         if spent or not fit or self.functions[w.function].once:
             self.end(w)
-        return None
 
     def hear_output(self, w: Worker) -> None:
-        if w in self.workers:
-            self.drain(w)
-
-    def drain(self, w: Worker) -> None:
-        """Take what a worker has printed; keep the first bytes, count the rest."""
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(64):  # 4 MB at most in one go: one chatterbox must not hold up the others
-                data = os.read(w.output, 1 << 16)
-                if not data:
-                    if w.output in self.selector.get_map():
-                        self.selector.unregister(w.output)
-                    return
-                room = max(0, self.limits.max_output_bytes - len(w.printed))
-                w.printed += data[:room]
-                w.dropped += max(0, len(data) - room)
+        if w not in self.workers:
+            return
+        w.output.read()
+        if w.output.ended:
+            self.selector.unregister(w.output.fd)
 
     def ended(self, w: Worker) -> None:
-        """The channel of a worker closed. If the worker had served calls before, the call is retried in a new one."""
-        how = self.exit_of(w)
-        if w.work and w.served and not w.work.alone:
+        """The channel of a worker closed."""
+        self.blame(w, "crashed", self.exit_of(w))
+
+    def garbled(self, w: Worker, how: str) -> None:
+        """A worker wrote to its channel what is not an answer."""
+        self.blame(w, "output", f"on the result channel: {how}")
+
+    def blame(self, w: Worker, kind: str, detail: str) -> None:
+        """The call that runs, unless an earlier one may have done it: then it runs again, in a new worker."""
+        if w.calls and w.served and not w.calls[0].alone:
             self.retry(w)
         else:
-            self.fail(w, "crashed", how)
+            self.fail(w, kind, detail)
 
     def exit_of(self, w: Worker) -> str:
         end = time.monotonic() + _TICK_S
@@ -466,30 +520,30 @@ class Nursery:
         return f"the process was ended by {name}"
 
     def retry(self, w: Worker) -> None:
-        assert w.work is not None
-        w.work.alone = True
-        self.queue.appendleft(w.work)
+        w.calls[0].alone = True
         self.end(w)
 
     def fail(self, w: Worker, kind: str, detail: str) -> None:
-        """End a worker, and book the failure for its call, if any."""
-        if w.work:
-            self.answer(w, w.work, {"failure": [kind, detail]})
+        """End a worker, and book the failure for the call that it runs, if any."""
+        if w.calls:
+            self.answer(w, {"failure": [kind, detail]}, time.monotonic() - w.began)
         self.end(w)
 
     def end(self, w: Worker) -> None:
-        """Kill a worker and everything below it."""
+        """Kill a worker and everything below it; the calls that it has are the next ones again."""
         if w.pid not in self.exits:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(w.pid, signal.SIGKILL)
             confine.send(w.pid, signal.SIGKILL)
         stacks.forget(w.pid)
         self.workers.remove(w)
-        for channel in (w.channel, w.output):
+        self.queue.extendleft(reversed(w.calls))
+        w.calls.clear()
+        for channel in (w.channel, w.output.fd):
             with contextlib.suppress(KeyError):
                 self.selector.unregister(channel)
         w.channel.close()
-        os.close(w.output)
+        os.close(w.output.fd)
         others = {other.pid for other in self.workers}
         confine.sweep(others, self.exits)
         # of no process that rewards have left behind, either: its number will be another worker's
@@ -500,9 +554,9 @@ class Nursery:
         """Enforce deadlines; now and then count processes and tell the run that this process lives."""
         now = time.monotonic()
         for w in self.busy():
-            assert w.work is not None
-            if now >= w.deadline:
-                self.fail(w, "timeout", f"no result in {w.work.timeout_s:g} s (reward_workers.timeout_s)")
+            if now >= w.deadline():
+                timeout_s = w.calls[0].timeout_s
+                self.fail(w, "timeout", f"no result in {timeout_s:g} s (reward_workers.timeout_s)")
         if now < self.next_tick:
             return
         self.next_tick = now + _TICK_S
@@ -515,12 +569,12 @@ class Nursery:
             self.outbox += frames.pack(0, b"")
 
 
-def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, object], bool]:
-    """The answer to the call in flight, and whether the worker can take another. ValueError on all else."""
-    if w.work is None or len(messages) > 1 or w.inbox or messages[0][0] != w.work.number:
-        raise ValueError("bytes that are not an answer")
+def read_reply(number: int, body: bytes, w: Worker) -> tuple[dict[str, object], bool]:
+    """The answer to the call that `w` runs, and whether it can take another. ValueError on all else."""
+    if not w.calls or number != w.calls[0].number:
+        raise ValueError(_NO_ANSWER)
     try:
-        reply = json.loads(messages[0][1])
+        reply = json.loads(body)
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
     if depth(reply) > _MOST_LEVELS:  # the run, which reads it next, may have less room for its recursion
@@ -528,8 +582,3 @@ def read_reply(messages: list[tuple[int, bytes]], w: Worker) -> tuple[dict[str, 
     if not isinstance(reply, dict) or ("parts" in reply) == ("failure" in reply):
         raise ValueError("JSON that is not an answer")
     return reply, reply.pop("fit", False) is True
-
-
-def out_of_resources(reply: dict[str, object]) -> bool:
-    failure = reply.get("failure")
-    return isinstance(failure, list) and failure[:1] in (["memory"], ["resources"])

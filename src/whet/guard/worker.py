@@ -16,7 +16,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -58,9 +58,11 @@ _SIGNALS = (signal.SIGALRM, signal.SIGCHLD)
 """Those whose handlers code sets for a while, and may forget."""
 
 
-def serve(channel: socket.socket, function: Guarded, memory_mb: int, max_output_bytes: int) -> None:
-    """Answer calls from `channel` until it closes. Stdout and stderr already lead to the nursery, which keeps the first
-    `max_output_bytes` of a call."""
+def serve(
+    channel: socket.socket, function: Guarded, memory_mb: int, max_output_bytes: int, mark: bytes
+) -> None:
+    """Answer calls from `channel`, one after the other, until it closes. Stdout and stderr already lead to the nursery,
+    which keeps the first `max_output_bytes` of a call; `mark` is written there between calls."""
     me = os.getpid()
     os.register_at_fork(
         after_in_child=channel.close
@@ -78,9 +80,13 @@ def serve(channel: socket.socket, function: Guarded, memory_mb: int, max_output_
         reply = refused or run(function.call, body, memory_mb=memory_mb, tell=home.tell)
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
-        reply["fit"] = home.restore()
+        reply["fit"] = fit = home.restore()
         reply["cut"] = sum(stream.take_cut() for stream in home.outputs)
+        if fit:
+            os.write(1, mark)
         channel.sendall(frames.pack(call, json.dumps(reply).encode()))
+        if not fit or out_of_resources(reply):  # the calls that were sent ahead are for another process
+            return
 
 
 def shut_in(function: Guarded) -> dict[str, object] | None:
@@ -119,6 +125,12 @@ def run(
         return {"parts": parts(value), "answers": answers(value) if isinstance(value, dict) else {}}
     except BaseException as error:  # noqa: BLE001  a value is foreign code, too: __float__, .item(), __len__
         return {"failure": ["bad_value", describe(error, name=False)]}
+
+
+def out_of_resources(reply: Mapping[str, object]) -> bool:
+    """Whether a call ended for lack of what another process may have."""
+    failure = reply.get("failure")
+    return isinstance(failure, list) and failure[:1] in (["memory"], ["resources"])
 
 
 def kind_of(error: BaseException) -> str:
