@@ -9,7 +9,7 @@ from rich.console import Console
 
 from whet.config import recipes, schema
 from whet.config.explain import explain
-from whet.config.keys import dotted, keys, settings
+from whet.config.keys import TABLES, dotted, keys, settings
 from whet.types import ConfigError
 
 
@@ -97,6 +97,14 @@ def test_a_recipe_prints_what_it_sets_and_its_source():
         "lam": "1.0",
         "bootstrap_truncated": "false",
     }
+
+
+def test_a_key_that_names_a_function_says_what_each_does():
+    for path, table in TABLES.items():
+        said = dict(explain(dotted(path)).value)
+        assert list(said) == list(table)
+        assert all(said[name].startswith(row.about) and row.about for name, row in table.items()), path
+    assert dict(explain("algorithm.resample").value)["pow"].endswith("(power=2.0)")
 
 
 def test_it_prints():

@@ -92,13 +92,10 @@ def explain(key: str) -> Explanation:
 
 
 def _by_function(path: keys.Path) -> tuple[tuple[str, str], ...]:
-    """Of a key that names a function: what it may be, with settings and defaults. Of a setting: its default and meaning
-    in each function that has it."""
+    """Of a key that names a function: what it may be, with its meaning, settings and defaults. Of a setting: its
+    default and meaning in each function that has it."""
     if path in keys.TABLES:
-        return tuple(
-            (name, ", ".join(f"{key.path[-1]}={default_of(key)}" for key in has) or "no settings")
-            for name, has in keys.settings_of(path)
-        )
+        return tuple((name, _meaning(path, name, has)) for name, has in keys.settings_of(path))
     if path[:-1] in keys.TABLES and path[-1] != "name":
         return tuple(
             (name, f"{default_of(key)}  {' '.join(key.description.split())}")
@@ -117,6 +114,12 @@ def default_of(key: Key) -> str:
     if isinstance(default, schema.Section):
         return ""
     return json.dumps(list(default) if isinstance(default, tuple) else default)
+
+
+def _meaning(path: keys.Path, name: str, has: tuple[Key, ...]) -> str:
+    """What a function does, and its settings with their defaults."""
+    given = ", ".join(f"{key.path[-1]}={default_of(key)}" for key in has)
+    return f"{keys.TABLES[path][name].about} {f'({given})' if given else ''}".strip()
 
 
 def first_sentence(key: Key) -> str:
