@@ -100,7 +100,7 @@ def _of_rules(titles: Sequence[str], rules: Sequence[Rule]) -> str:
 
 
 def _settings(path: Path) -> str:
-    """A row for each setting of each function that a key may name."""
+    """What each function does that a key may name, and a row for each of its settings."""
     rows = (
         (
             f"`{name}`" if n == 0 else "",
@@ -112,9 +112,11 @@ def _settings(path: Path) -> str:
         for name, has in settings_of(path)
         for n, key in enumerate(has)
     )
-    bare = [f"`{name}`" for name, has in settings_of(path) if not has]
+    meanings = table(
+        ("function", "meaning"), ((f"`{n}`", cell(row.about)) for n, row in TABLES[path].items())
+    )
     settings = table(("function", "setting", "type", "default", "meaning"), rows)
-    return f"{settings}\nWithout settings: {', '.join(bare)}.\n"
+    return f"{meanings}\n{settings}"
 
 
 def _homes() -> dict[type[Section], tuple[str, ...]]:

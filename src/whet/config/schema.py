@@ -58,10 +58,11 @@ from whet.config.sections.train import (
 
 
 class StageConfig(Section):
-    """One stage of a run. It inherits the whole config; its own keys override it."""
+    """One stage of a run. It inherits the whole config; its own keys override it. Sections that are not listed here are
+    the same in all stages."""
 
     name: str
-    """Label of the stage, in the display and in paths."""
+    """Name of the stage, unique in the run: in the display, in metrics and in names of files."""
     algorithm: dict[str, Any] = Field(default_factory=dict)
     """Keys that override `algorithm`."""
     data: dict[str, Any] = Field(default_factory=dict)
@@ -86,14 +87,16 @@ class Config(Section):
     """A whole run."""
 
     name: str = "run"
-    """Name of the run."""
+    """Name of the run: part of the default run_dir, and the run's name in trackers. (verl: trainer.experiment_name;
+    TRL: run_name)"""
     mode: Literal["both", "train", "explore", "eval"] = "both"
     """both: explore and train in one process. Or disaggregated, one process per mode, with buffer.url and the same
     run_dir: train takes groups from the buffer and publishes weights; explore (any number, each with its
     buffer.explorer_name) samples with these weights; eval evaluates the checkpoints of the run in their order. Each
     process can be stopped, killed and started independently."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Every random number of the run is a function of this number."""
+    """Every random number of the run (new weights, order of rows, sampling, minibatches) is a function of this
+    number."""
     run_dir: Place = "runs/${name}"
     """Folder of everything that the run writes. (verl: default_local_dir; TRL: output_dir) {time} in it is the time of
     the first start, UTC: the run resumes in the newest such folder unless that run is finished."""
@@ -103,16 +106,20 @@ class Config(Section):
     """Folders of run_dir that lie elsewhere: {checkpoints: /large/disk/run}. In run_dir a link of that name leads
     there. Each belongs to one run."""
     imports: tuple[str, ...] = ()
-    """Your own modules, 'package.module' or 'path/to/file.py', imported first, in this process and in the reward
-    processes: a module may register models, tokenizers and the like."""
+    """Your own modules, 'package.module' or 'path/to/file.py', imported first in every process that loads a model or
+    runs your code: this one, ranks, replicas, explorers, reward and environment processes. A module may register
+    models, tokenizers and the like."""
     model: ModelConfig = Field(default_factory=ModelConfig)
-    """The policy."""
+    """The policy: the model that is trained and sampled from."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """The tokenizer."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
-    """The value model; used where the advantage is gae."""
+    """The model that learns beside the policy: PPO's value model (advantage gae or turn_level_gae) or PRIME's implicit
+    reward model (advantage prime). Other algorithms have none."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
-    """The reference policy; used where a KL term or DPO needs it."""
+    """The frozen model that the policy is compared with. It is loaded only where something reads it: a KL term
+    (algorithm.kl.coef or algorithm.reward_kl.coef above 0), a loss such as dpo or kto, PRIME, or distillation, whose
+    teacher it is."""
     data: DataConfig = Field(default_factory=DataConfig)
     """Sources of tasks."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
@@ -122,7 +129,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Sampling from the policy."""
     buffer: BufferConfig = Field(default_factory=BufferConfig)
-    """Storage of groups between explorers and a trainer in separate processes."""
+    """Where scored groups wait for the trainer, and whether they are trained on again."""
     sync: SyncConfig = Field(default_factory=SyncConfig)
     """Transfer of weights from the trainer to engines in separate processes."""
     train: TrainConfig = Field(default_factory=TrainConfig)

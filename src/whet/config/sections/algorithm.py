@@ -25,29 +25,33 @@ class KlConfig(Section):
     (dpo) it is the mean over the tokens of both replies."""
 
     coef: NonNegative = 0.0
-    """Weight; 0 is off. (verl: kl_loss_coef; TRL: beta)"""
+    """Weight. (verl: kl_loss_coef; TRL: beta) 0: there is no such term; above 0 the reference takes memory and a
+    forward pass over each step's tokens."""
     estimator: Literal[
         "k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k2+", "k3+", "low_var_kl+", "abs+",
         "corrected_k3", "unbiased_k3", "full",
     ] = "low_var_kl"  # fmt: skip
-    """Estimator per token, with d = log pi - log ref (Schulman 2020): k1 = d, k2 = d^2/2, k3 = exp(-d)-1+d, low_var_kl
-    = k3 with bounds (so that one outlier token cannot dominate a step), abs = |d|. (verl: kl_loss_type) With +: the
-    value of the named estimator, the gradient of k2. corrected_k3: k3 times the ratio pi / pi_old, at most 2.
-    unbiased_k3: k3 times that ratio, at most 10. full: the exact sum over the vocabulary; the reference runs again
-    with every update."""
+    """Estimator per token, with d = log pi - log ref (Schulman 2020): k1 = d (verl: kl), k2 = d^2/2 (verl: mse), k3 =
+    exp(-d)-1+d, low_var_kl = k3 with d bounded to +-20 and k3 to 10 (so that one outlier token cannot dominate a step),
+    abs = |d|. (verl: kl_loss_type) With +: the value of the named estimator, the gradient of k2. corrected_k3: k3 times
+    the ratio pi / pi_old, at most 2. unbiased_k3: k3 times that ratio, at most 10. full: the exact sum over the
+    vocabulary; the reference runs again with every update."""
 
 
 class RewardKlConfig(Section):
     """A penalty: coef times the KL to the reference, subtracted from the reward of every token, without gradient."""
 
     coef: NonNegative = 0.0
-    """Weight, or initial weight of the adaptive controller; 0 is off. (verl: kl_ctrl.kl_coef)"""
+    """Weight, or initial weight of the adaptive controller. (verl: kl_ctrl.kl_coef) 0: there is no penalty; above 0 the
+    reference takes memory and a forward pass over each step's tokens."""
     estimator: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
-    """Estimator, as in algorithm.kl; k1, because a value needs no gradient and k1 is unbiased. (verl: kl_penalty)"""
+    """Estimator, as in algorithm.kl. k1 is unbiased, and a penalty needs no gradient. (verl: kl_penalty)"""
     target: Above0 | None = None
-    """Target of the adaptive controller: mean KL in nats per token. None: fixed weight."""
+    """Target of the adaptive controller, which raises `coef` after a step with a larger KL and lowers it after one with
+    a smaller: KL in nats per token, the mean over rollouts of their means. (verl: target_kl) null: `coef` stays."""
     horizon: Positive = 10000
-    """Horizon of the adaptive controller, in rollouts."""
+    """Horizon of the adaptive controller, in rollouts: a step of R rollouts changes `coef` by at most 0.2 R / horizon
+    of its value."""
 
 
 class RejectConfig(Section):
@@ -61,9 +65,9 @@ class RejectConfig(Section):
     its sampled tokens (for a ratio: the product, the geometric mean). max: the rollout is tested by all its tokens; one
     token outside the bounds rejects the rollout."""
     low: NonNegative | None = None
-    """Smallest value that passes. None: no bound."""
+    """Smallest value that passes. null: no bound."""
     high: Above0 | None = None
-    """Largest value that passes. None: no bound."""
+    """Largest value that passes. null: no bound."""
 
 
 class CorrectionConfig(Section):
@@ -75,7 +79,8 @@ class CorrectionConfig(Section):
     weight: str | dict[str, Any] | None = None
     """Importance weight: of the token, of the whole rollout (sequence: product over its sampled tokens), or the
     geometric mean of that product. A name, or a table of the name and its settings: {name: token, high: 2.0}. Or your
-    own function, 'my/file.py:name', called with the batch and the log-ratios [N]. None: no weight."""
+    own function, 'my/file.py:name', called with the batch and the log-ratios [N]. (verl: rollout_correction.rollout_is)
+    null: no weight."""
     staleness_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Multiply the weight of a token by this factor to the power of the age of its policy, in versions. 1: off."""
     reject: tuple[RejectConfig, ...] = ()
@@ -86,7 +91,7 @@ class CorrectionConfig(Section):
     the averages, in KL and in entropy; with seq-mean-token-mean the mean of a rollout is over its remaining tokens."""
     second_moment: Above0 | None = None
     """Reject the tokens with the largest (log w)^2 until the mean of the others over the step is below this (M2PO,
-    arXiv:2510.01161; AReaL's example: 0.04). None: off."""
+    arXiv:2510.01161; AReaL's example: 0.04). null: off."""
     denominator: Literal["kept", "all"] = "kept"
     """Denominator of the averages in the loss. kept: tokens of weight 0 are excluded from the loss, KL and entropy
     (verl); all: these tokens count in the denominator, in KL and in entropy (Cosmos-RL, IcePop)."""
@@ -96,16 +101,17 @@ class GroupsConfig(Section):
     """Filters of a scored group before training. They apply in the order of the keys; by default there is none."""
 
     truncated: Literal["keep", "zero", "mask", "drop"] = "keep"
-    """Treatment of a truncated rollout (finish reason not 'stop'). keep: no change; zero: its reward becomes 0; mask:
-    its tokens have no loss, but its reward still counts in the mean of the group; drop: it is removed from the
-    group."""
+    """Treatment of a truncated rollout (finish reason not 'stop': it reached a limit of tokens). keep: no change; zero:
+    its reward becomes 0; mask: its tokens have no loss, but its reward still counts in the mean of the group (TRL:
+    mask_truncated_completions; DAPO's overlong filtering); drop: it is removed from the group."""
     min_reward: float | None = None
     """Drop rollouts with a lower reward. Default: no rollout is dropped."""
     keep_best: Positive | None = None
-    """Keep only this number of rollouts with the highest rewards (best-of-n), plus those of keep_worst. Default:
-    all."""
+    """Keep only this number of rollouts with the highest rewards (best-of-n), plus those of keep_worst. null: none but
+    those of keep_worst, or, where that is null too, all."""
     keep_worst: Positive | None = None
-    """Keep only this number of rollouts with the lowest rewards, plus those of keep_best. Default: all."""
+    """Keep only this number of rollouts with the lowest rewards, plus those of keep_best. null: none but those of
+    keep_best, or, where that is null too, all."""
     min_shared_prefix: Positive | None = None
     """Mask shared prefixes of at least this many tokens: where replies begin with the same tokens but have different
     rewards, the tokens of the shared prefix have no loss. Not with the advantages optimal_token_baseline and
@@ -168,17 +174,23 @@ class AlgorithmConfig(Section):
     """The training objective. `name` selects a recipe; every other key replaces one part of the recipe."""
 
     name: str = "grpo"
-    """Recipe, e.g. grpo, dapo, ppo, sft, dpo. `whet keys --algorithms` lists all, `whet explain algorithm.name=dapo`
-    prints what one sets."""
+    """Recipe, e.g. grpo, dapo, ppo, sft, dpo: it sets advantage, loss, aggregation and more. `whet keys --algorithms`
+    lists all, `whet explain algorithm.name=dapo` prints what one sets."""
     advantage: str | dict[str, Any] | None = None
     """Advantage estimator: its name, 'package.module:name' of your own function, or a table of its settings, with
-    `name` where it is not the recipe's: {name: gae, lam: 0.95}. Default: the recipe's."""
+    `name` where it is not the recipe's: {name: gae, lam: 0.95}. (verl: adv_estimator) `whet explain
+    algorithm.advantage` lists them. Default: the recipe's."""
     loss: str | dict[str, Any] | None = None
     """Loss: its name, 'package.module:name' of your own function, or a table of its settings, with `name` where it is
-    not the recipe's: {name: gspo, clip_low: 3e-4}. Default: the recipe's."""
+    not the recipe's: {name: gspo, clip_low: 3e-4}. (verl: policy_loss.loss_mode; TRL: loss_type) `whet explain
+    algorithm.loss` lists them. Default: the recipe's."""
     loss_agg_mode: Aggregation | None = None
-    """How token losses are reduced to one number. Counts are global, so the result does not depend on the
-    micro-batches."""
+    """What the sum of the token losses of a minibatch is divided by. token-mean: its tokens. seq-mean-token-mean: the
+    tokens of each rollout, then the rollouts (GRPO). seq-mean-token-sum: the rollouts. seq-mean-token-sum-norm: the
+    rollouts times norm_tokens (Dr. GRPO). prompt-mean: the tokens of each group, then the groups. token-sum: 1.
+    token-sum-norm: norm_tokens, which is what verl calls seq-mean-token-sum-norm; with both the gradient grows with the
+    batch. Only sampled tokens count. The counts are those of the whole minibatch, so the result does not depend on
+    micro-batches and ranks. (TRL: loss_type) Default: the recipe's."""
     norm_tokens: Positive | None = None
     """Constant divisor of seq-mean-token-sum-norm (Dr. GRPO) and token-sum-norm. Default:
     rollout.sampling.max_tokens."""
@@ -190,8 +202,9 @@ class AlgorithmConfig(Section):
     in the denominator of the variance (verl); population by sqrt(max(variance, 1e-8)), with n in it (SkyRL). Default:
     the recipe's."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus, with entropy_control the first one; 0 is off (entropy is still measured where it
-    costs nothing)."""
+    """Weight of the entropy bonus: this times the entropy of each token, in nats, is subtracted from its loss. (verl:
+    entropy_coeff) With entropy_control it is the first weight. 0: off; entropy is then still measured where it costs
+    nothing."""
     entropy_control: str | dict[str, Any] | None = None
     """Move the weight of the entropy bonus in every optimizer step so that the entropy stays at a target (Skywork-OR1):
     adaptive, or a table of its settings: {target: 0.2}. Default: the weight is constant."""
@@ -203,22 +216,26 @@ class AlgorithmConfig(Section):
     """Off-policy correction: weights or rejects tokens that were sampled by an older policy, or by an engine that
     computes differently."""
     old_logprobs: Literal["auto", "sampled", "recompute"] = "auto"
-    """Denominator of the ratio: the engine's own log-probs (sampled), or log-probs that the trainer computes before the
-    update (recompute). auto: recompute, but sampled in exact mode (both are equal bit for bit) and where only
-    metrics read them."""
+    """Where log pi_old, the denominator of the ratio, comes from. sampled: the engine's own log-probs; recompute: a
+    forward pass of the trainer before the update. auto: recompute, but sampled where a self-test has shown both to be
+    equal bit for bit (machine.logprob_parity) and where only metrics read them. A correction that compares the two
+    always recomputes."""
     dynamic_sampling: bool | None = None
-    """Dynamic sampling (DAPO): drop groups whose rewards are all equal and sample more tasks. (verl:
-    filter_groups.enable) Default: the recipe's."""
+    """Dynamic sampling (DAPO): drop groups whose rewards are all equal, in which a comparison within the group finds no
+    better reply, and sample more tasks until the step is full (see max_refills). (verl: filter_groups.enable) Default:
+    the recipe's."""
     max_refills: Count = 10
     """Limit on refills of one step. Groups that were dropped or failed are replaced by new tasks: at most this many
-    times tasks_per_step more tasks for one step, then the run stops and names the cause."""
+    times tasks_per_step more tasks for one step, then the run stops and names the cause. (verl: max_num_gen_batches,
+    which counts the first batch, too)"""
 
     # -- advantages
     advantage_clip: tuple[float | None, float | None] = (None, None)
-    """Lowest and highest advantage of a token, after whitening: [-5.0, 5.0]. null: no bound."""
+    """Lowest and highest advantage of a token, after whitening: [-5.0, 5.0]. null in a place: no bound there."""
     resample: str | dict[str, Any] | None = None
-    """How often each rollout of the batch counts: pow, max_min, max_random, balance, or a table: {name: pow, power:
-    1.0}. Default: once."""
+    """Draw the rollouts of the batch again, so that some count several times and others not at all: pow, max_min,
+    max_random, balance, or a table: {name: pow, power: 1.0}; `whet explain algorithm.resample` says what each does.
+    Default: each rollout counts once."""
     groups: GroupsConfig = Field(default_factory=GroupsConfig)
     """Which rollouts of a group are trained on, and with what reward or mask."""
     oversample: str | dict[str, Any] | None = None

@@ -38,7 +38,7 @@ class ReplayConfig(Section):
 
 
 class BufferConfig(Section):
-    """Storage of scored groups until the trainer takes them."""
+    """Where scored groups wait until the trainer takes them."""
 
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     """Training on a group more than once."""

@@ -108,9 +108,9 @@ class SourceConfig(Section):
     """Column of numbers, larger is harder: the sort key of `data.order` easy_first and hard_first. With a list of
     columns, rows that are equal in the first are sorted by the second, and so on."""
     template: str | None = None
-    """Text around a plain-text prompt; it contains {prompt}."""
+    """Text around a plain-text prompt, in which {prompt} stands for it: "Question: {prompt}". null: none."""
     system_prompt: str | None = None
-    """System message put before the prompt; it turns a plain-text prompt into a chat."""
+    """System message put before the prompt; it turns a plain-text prompt into a chat. null: none."""
     system_prompt_column: str | None = None
     """Column with the system message of each row. A row without one has `system_prompt`."""
     reply_prefix: str | None = None
@@ -148,9 +148,11 @@ class DataConfig(Section):
     exclude_eval: bool = True
     """Exclude training rows whose prompt is also in `eval`, and count them."""
     order: str | dict[str, Any] = "shuffle"
-    """Order in which the rows of a training source are drawn: a name, a table of its settings (`{name: adaptive,
-    target: 0.7}`), or a class of yours as 'package.module:Class' or 'path/to/file.py:Class' (docs/curriculum.md).
-    adaptive, and a class of yours, hold for `train` alone: `demonstrations` are then shuffled."""
+    """Order in which the rows of a training source are drawn: shuffle (a new random order in each epoch), sequential
+    (the order of the file), easy_first and hard_first (by `difficulty`), random (each draw from all rows, without
+    epochs), adaptive (tasks near a target success rate), a table of settings (`{name: adaptive, target: 0.7}`), or a
+    class of yours as 'package.module:Class' or 'path/to/file.py:Class' (docs/curriculum.md). adaptive, and a class of
+    yours, hold for `train` alone: `demonstrations` are then shuffled."""
     mixing: Literal["weighted", "proportional"] = "weighted"
     """How draws are divided among several sources. weighted: by the `weight` of each, kept as exactly as possible at
     every point; a small source is passed again before a large one ends. proportional: each epoch draws from a source
@@ -158,7 +160,8 @@ class DataConfig(Section):
     seed: Count | None = None
     """Seed of that order, and of proportional `mixing`. Default: the seed of the run."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt, in tokens, after the chat template. (verl: max_prompt_length)"""
+    """Longest prompt, in tokens, after the chat template; `overlong` says what happens to a longer one. (verl:
+    max_prompt_length)"""
     max_total_tokens: Annotated[int, Field(ge=2)] | None = None
     """Longest prompt and reply together, in tokens: a rollout ends at this length, and `overlong` applies to a longer
     row of demonstrations or preferences (SFT, DPO). Default: the sum that `max_prompt_tokens`,
@@ -172,4 +175,6 @@ class DataConfig(Section):
     training source has `messages`, else the last. A last reply ends with the token that the chat template writes after
     a reply if it ends the model's own replies (generation_config.json), else with the tokenizer's eos_token."""
     chat: bool | None = None
-    """Apply the chat template. Default: yes for prompts of messages, no for plain text."""
+    """Whether prompts go through the chat template. Default: prompts of messages and those with a system message do,
+    other plain text does not. true: plain text becomes a message of the user. false is refused where there are
+    messages."""

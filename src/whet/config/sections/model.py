@@ -14,25 +14,28 @@ FastPissa = Annotated[str, Field(pattern=r"^pissa_niter_[1-9][0-9]*$", examples=
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA, arXiv:2106.09685): W + scale B A replaces W, and only A and B are trained. Names and
-    meanings are those of peft. A learning rate about ten times that of full fine-tuning is usual."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685): W + scale B A replaces W, and only A and B are trained. The keys mean
+    what they mean in peft; where its name differs, it is given. A learning rate about ten times that of full
+    fine-tuning is usual."""
 
     rank: Positive = 16
-    """Number of rows of A and of columns of B."""
+    """Number of rows of A and of columns of B. Adapters, their gradients and their optimizer state grow in proportion.
+    (peft: r; verl: lora_rank)"""
     alpha: Above0 = 32.0
-    """Numerator of the scale: alpha / rank. At a fixed alpha the best learning rate hardly depends on the rank."""
+    """Numerator of the scale: alpha / rank. At a fixed alpha the best learning rate hardly depends on the rank. (peft:
+    lora_alpha)"""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732), so that the effect of adapters of high rank does not
-    shrink."""
+    shrink. (peft: use_rslora)"""
     dropout: BelowOne = 0.0
     """Dropout on the input features of an adapter, in training. Sampling has no dropout, so sampled and trained
-    log-probs differ."""
+    log-probs differ. (peft: lora_dropout)"""
     targets: str | tuple[str, ...] = "all-linear"
     """Layers with adapters: all-linear (every linear layer except the output layer), a list of names (`q_proj` matches
-    this layer in every block), or a regular expression for the whole name. Experts of a mixture have their matrices in
-    stacks, which are no linear layers; their names are `gate_up_proj` and `down_proj` (in a list, beside all-linear,
-    too). `gate_proj` and `up_proj` together name the first stack; its adapter then has twice the rank, as in peft, or,
-    with `fused`, one rank."""
+    this layer in every block), or a regular expression for the whole name. (peft: target_modules) Experts of a mixture
+    have their matrices in stacks, which are no linear layers; their names are `gate_up_proj` and `down_proj` (in a
+    list, beside all-linear, too). `gate_proj` and `up_proj` together name the first stack; its adapter then has twice
+    the rank, as in peft, or, with `fused`, one rank."""
     exclude_modules: str | tuple[str, ...] = ()
     """Layers without adapters, even if `targets` matches them: a list of names, or a regular expression for the whole
     name. Such an expression may match nothing."""
@@ -52,32 +55,36 @@ class LoraConfig(Section):
     init: Literal["default", "random", "gaussian", "orthogonal", "olora", "pissa", "xavier"] | FastPissa = (
         "default"
     )
-    """Initial values of A and B. default: A uniform (Kaiming), B 0, so that the model is unchanged; gaussian, xavier: A
-    normal with deviation 1 / rank, or sqrt(2 / (rank + inputs)), and B 0; random: B random too; orthogonal: both random
-    with B A = 0; olora (arXiv:2406.01775), pissa (arXiv:2404.02948): from a decomposition of the weights;
-    pissa_niter_16: pissa with singular vectors from 16 iterations of subspace iteration, as in peft."""
+    """Initial values of A and B. (peft: init_lora_weights) default: A uniform (Kaiming), B 0, so that the model is
+    unchanged; gaussian, xavier: A normal with deviation 1 / rank, or sqrt(2 / (rank + inputs)), and B 0; random: B
+    random too; orthogonal: both random with B A = 0; olora (arXiv:2406.01775), pissa (arXiv:2404.02948): from a
+    decomposition of the weights; pissa_niter_16: pissa with singular vectors from 16 iterations of subspace
+    iteration."""
     path: str | None = None
-    """Start from the adapters in this folder, in the format of peft (adapter_model.safetensors)."""
+    """Folder with adapters to start from, in the format of peft (adapter_model.safetensors). Default: new adapters, by
+    `init`."""
 
 
 class ModelConfig(Section):
-    """The policy's weights."""
+    """The policy: its weights, their dtype, and adapters."""
 
     path: str | None = None
-    """A local Hugging Face model folder (config.json, safetensors). Give either this or `scratch`."""
+    """A local folder of a Hugging Face model (config.json, safetensors). (verl: model.path; TRL: model_name_or_path) An
+    id of the hub is not downloaded: `hf download` makes a folder of it. Give either this or `scratch`."""
     scratch: str | dict[str, Any] | None = None
     """Create a new model with random weights instead of loading one: the name of its family, or a table of the name and
-    entries of its config.json: {name: qwen3, hidden_size: 256}. Without a name it is qwen3; further entries of
-    config.json may be given in `overrides`."""
+    entries of its config.json: {name: qwen3, hidden_size: 256}. Without a name it is qwen3; `whet explain
+    model.scratch` lists the families; further entries of config.json may be given in `overrides`."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the parameters. float16 trains with loss scaling (train.precision). Default: float32 on CPU, bfloat16 on
-    CUDA. On a CPU that multiplies bfloat16 itself (AMX, AVX512_BF16) that is faster for models that are not small:
-    `whet plan` says so."""
+    """Dtype of the parameters. Default: float32 on CPU, bfloat16 on CUDA. float16 trains with loss scaling
+    (train.precision). On a CPU that multiplies bfloat16 itself (AMX, AVX512_BF16) bfloat16 is faster for models that
+    are not small: `whet plan` says so."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Values that override entries of the model's config.json, by their Hugging Face names. Sections such as
     rope_parameters are joined."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters instead of the weights of the model. Default: all weights are trained."""
+    """Train low-rank adapters, so that only these need gradients and optimizer state. Default: all weights are
+    trained."""
     mtp: str | dict[str, Any] | None = None
     """Layers of multi-token prediction (arXiv:2412.19437, section 2.2), which learn beside the policy: the name of what
     they learn, or a table of the name and its settings: {name: cross_entropy, coef: 0.1}. Without a name it is
@@ -95,10 +102,10 @@ class TokenizerConfig(Section):
     path: str | None = None
     """Folder of a Hugging Face tokenizer. Default: the model's folder."""
     build: Literal["chars", "words", "bpe"] | None = None
-    """Build a tokenizer from the training data instead: one token per character, word, or byte-pair merge (only with
-    model.scratch)."""
+    """Build a tokenizer from the training data instead of loading one: one token per character (chars), per word
+    (words), or byte-pair encoding (bpe). Only with model.scratch."""
     vocab_size: Positive = 1024
-    """Maximum size of a built vocabulary."""
+    """With `build`: largest number of tokens of the vocabulary."""
     chat_template: str | None = None
     """Jinja chat template: text, or the path of a file. Default: the template of the tokenizer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -113,7 +120,8 @@ class CriticConfig(Section):
     a value head, or PRIME's implicit reward model, a language model."""
 
     path: str | None = None
-    """Folder of the initial weights. Default: a copy of the policy's weights at the start of the stage."""
+    """Folder of the initial weights. (verl: critic.model.path) Default: a copy of the policy's weights at the start of
+    the stage."""
     head: str | None = None
     """Name of the value head among the weights at `path`: HEAD.weight, with one row, and HEAD.bias if there is one.
     With null, or if the weights do not have this name, the value head is new, with values near 0."""
@@ -123,7 +131,8 @@ class CriticConfig(Section):
     optimizer: CriticOptimizerConfig = Field(default_factory=CriticOptimizerConfig)
     """The optimizer of the critic."""
     warmup_steps: Count = 0
-    """Steps at the start in which only the critic is trained. (verl: critic_warmup)"""
+    """Training steps at the start of the stage in which only the critic is trained; train.steps includes them. (verl:
+    critic_warmup)"""
     minibatches: Positive | None = None
     """Optimizer steps of the critic per update epoch. Default: train.minibatches."""
     update_epochs: Positive | None = None
@@ -131,36 +140,39 @@ class CriticConfig(Section):
     micro_batch_tokens: Positive | None = None
     """Maximum tokens in one forward and backward of the critic. Default: the micro-batches of the policy."""
     micro_batch_rollouts: Positive | None = None
-    """Split its micro-batches by number of rollouts instead."""
+    """Maximum rollouts in one forward and backward of the critic, in place of a maximum of tokens: give one of the two.
+    Default: the micro-batches of the policy."""
     gradient_checkpointing: bool | None = None
-    """Recompute the activations of the critic in backward. Default: train.gradient_checkpointing."""
+    """Recompute the activations of the critic in backward: less memory, more time. Default:
+    train.gradient_checkpointing."""
     overrides: dict[str, Any] | None = None
     """Values that override entries of the config.json at `path`. Default: model.overrides."""
     value_clip: Above0 | None = 0.5
-    """Clip range of the value loss: values may differ at most this much from their old values. (verl: cliprange_value)
-    The unit is that of the predictions of the critic (reward units without normalize_decay). None: plain squared
-    error."""
+    """Clip range of the value loss: the larger of the squared errors of the value, and of the value clipped to at most
+    this far from its old value. (verl: cliprange_value) The unit is that of the predictions of the critic (reward units
+    without normalize_decay). null: plain squared error."""
     loss_agg_mode: Aggregation = "token-mean"
-    """How token losses of the critic are reduced to one number, by the names of algorithm.loss_agg_mode."""
+    """How losses of tokens become the loss of a minibatch; the modes are those of algorithm.loss_agg_mode."""
     normalize_decay: BelowOne | None = None
     """Decay per step of the running mean and standard deviation of the returns; the critic then predicts returns
-    normalized by them (0.99 is usual; 0: only the last step counts). None: no normalization."""
+    normalized by them (0.99 is usual; 0: only the last step counts). null: no normalization."""
 
 
 class ReferenceModelConfig(Section):
     """One of several references."""
 
     path: str
-    """A Hugging Face folder, with the tokenizer of the policy."""
+    """A local Hugging Face folder. The model must have the tokenizer of the policy."""
     values: tuple[str, ...]
     """Labels of the tasks whose rollouts it scores: values of reference.column."""
 
 
 class ReferenceConfig(Section):
-    """The frozen model that a KL term or DPO compares the policy with."""
+    """The frozen model that a KL term or DPO compares the policy with, or the teacher of distillation."""
 
     path: str | None = None
-    """A Hugging Face folder. Default: the policy at the start of the stage."""
+    """A local Hugging Face folder. Default: the policy at the start of the stage; with model.lora that shares the
+    weights under the adapters with the policy, and a folder takes memory of its own."""
     models: tuple[ReferenceModelConfig, ...] = ()
     """Several references instead of one: each rollout is scored by the model that has the label of its task among its
     `values`, and by no other. A rollout whose label no model has stops the run. (verl: distillation.teacher_models)"""

@@ -37,10 +37,11 @@ class RewardConfig(Section):
     """A function or a model that scores replies; the reward of a run is the weighted sum of all rewards."""
 
     function: str | None = None
-    """Name of a reward function; give this or `model`. Built in: exact, choice, number, math, code, format, overlong,
-    reasoning_gym, sandbox_fusion, judge, ruler, rlcr. Your own: 'package.module:name' or 'path/to/file.py:name'."""
+    """Name of a reward function (docs/rewards.md); give this or `model`. Built in: exact, choice, number, math, code,
+    format, overlong, reasoning_gym, sandbox_fusion, judge, ruler, rlcr. Your own: 'package.module:name' or
+    'path/to/file.py:name', called as f(response, task, **arguments)."""
     weight: float = 1.0
-    """Factor in the sum. 0: the reward is only measured."""
+    """Factor in the sum. 0: the reward is only measured, and costs as much as any other."""
     model: RewardModelConfig | None = None
     """A reward model, instead of a function. It runs in the main process, one rollout at a time. Beside the functions
     judge and ruler: the chat model that they ask, in place of a server."""

@@ -22,26 +22,30 @@ class SamplingConfig(Section):
 
     temperature: NonNegative = 1.0
     """Divisor of the logits; the trainer uses the same divisor, so sampling and training have the same distribution. 0:
-    greedy."""
+    greedy, in training only with group_size 1."""
     top_k: Count = 0
-    """Sample from the k most likely tokens. 0: off (a filter makes rollouts off-policy)."""
+    """Sample from the k most likely tokens. 0: off (a filter makes rollouts off-policy). (verl, vLLM: -1 is off)"""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the smallest set of tokens with this total probability."""
+    """Sample from the smallest set of tokens with this total probability. 1: off."""
     min_p: Fraction = 0.0
-    """Sample from tokens with at least this fraction of the probability of the most likely token."""
+    """Sample from tokens with at least this fraction of the probability of the most likely token. 0: off."""
     repetition_penalty: Above0 = 1.0
-    """Divisor of the logits of tokens that occurred before; negative logits are multiplied (arXiv:1909.05858)."""
+    """Divisor of the logits of tokens that occurred before; negative logits are multiplied (arXiv:1909.05858). 1:
+    off."""
     max_tokens: Positive = 256
-    """Longest reply, in tokens. (verl: max_response_length; TRL: max_completion_length)"""
+    """Longest reply, in tokens; with rollout.env all replies of a rollout together, unless max_tokens_per=turn. (verl:
+    max_response_length; TRL: max_completion_length)"""
     min_tokens: Count = 0
     """Minimum length of a reply, in tokens: no end token is sampled before, and a stop string that is complete before
     does not end the reply."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Strings that end a reply. Control tokens are not in its text: name these in stop_token_ids."""
+    """Strings that end a reply; the reply includes them. Control tokens are not in its text: name these in
+    stop_token_ids."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a reply, in addition to the end tokens of the model."""
     ignore_eos: bool = False
-    """Continue to max_tokens, also after an end token."""
+    """Continue to max_tokens, also after an end token; not with `stop` or `stop_token_ids`. For measurements of
+    speed."""
 
 
 class EnvironmentConfig(Section):
@@ -84,13 +88,13 @@ class EnvironmentConfig(Section):
     """How replies call tools. auto: the format of the chat template. A reply whose calls cannot be parsed counts as
     malformed, never as text. (verl: multi_turn.format; vLLM: tool_call_parser)"""
     timeout_s: Above0 = 60.0
-    """Longest time of one call of the environment, without its waits for replies of the policy; after it the rollout
-    fails. The calls that make it and ask for its first messages do not count for `rollout.timeout_s`."""
+    """Longest time of one call of the environment, in seconds, without its waits for replies of the policy; after it
+    the rollout fails. The calls that make it and ask for its first messages do not count for `rollout.timeout_s`."""
     hosts: Positive = 1
     """Number of host processes. Each plays many rollouts at once; a plain (not async) environment has a thread for each
-    of them."""
+    of them. More hosts use more cores where environments compute."""
     memory_mb: Positive | None = None
-    """Address space that a host may use in addition to its size at the start. null: no limit."""
+    """Address space, in MiB, that a host may use in addition to its size at the start. null: no limit."""
 
 
 class RolloutConfig(Section):
@@ -116,9 +120,10 @@ class RolloutConfig(Section):
     Evaluations also use this copy. Sampled and trained log-probs differ (train/mismatch_*), so old log-probs are
     recomputed; consider algorithm.correction."""
     group_size: Positive = 8
-    """Rollouts of one task. (verl: rollout.n; TRL: num_generations)"""
+    """Rollouts of one task, which form a group. (verl: rollout.n; TRL: num_generations) A step has this many times
+    train.tasks_per_step."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    """Sampling in training."""
+    """Sampling in training. Evaluation takes its limits, but decodes greedily: eval.sampling."""
     sources: dict[str, SamplingConfig] = Field(default_factory=dict)
     """Sampling of single sources in training, by their name or label, merged key by key over `sampling`; max_tokens is
     at most that of all. The trainer divides the logits of a rollout by its own temperature, unless train.temperature is
@@ -126,7 +131,9 @@ class RolloutConfig(Section):
     env: EnvironmentConfig | None = None
     """The environment of all tasks. null: a rollout is one reply to its prompt."""
     max_num_seqs: Positive = 256
-    """Maximum number of rollouts decoded at once."""
+    """Maximum number of rollouts that an engine (each replica, each server) decodes at once; others wait. More are
+    faster until the device is busy, and take more memory: the KV cache has room for as many rollouts of full length,
+    unless machine.kv_cache_mb limits it. (vLLM: --max-num-seqs; SGLang: --max-running-requests)"""
     sync_interval: Positive = 1
     """Steps between weight syncs. (Trinity: sync_interval) With more than 1, rollouts come from a policy up to
     sync_interval - 1 versions old, so consider algorithm.correction. An evaluation always uses the current weights."""
@@ -145,11 +152,13 @@ class RolloutConfig(Section):
     false: rollouts in flight first finish under the old weights, with all their turns."""
     spare_tasks: Count = 0
     """schedule=async: number of tasks requested in addition to those of the steps, so that no step waits for the last
-    rollouts."""
+    rollouts. More keep engines busy, and rollouts get older."""
     retries: Count = 0
-    """How often a rollout that failed (an error or a timeout) is retried before it counts as failed."""
+    """How often a rollout that failed (an error or a timeout) is sampled again before it counts as failed: it then has
+    no reward and is not trained on."""
     timeout_s: Above0 = 600.0
-    """Longest wait for one rollout; after it the run logs the reason of the wait and the rollout counts as failed."""
+    """Longest time of one rollout, in seconds, with all its turns and its wait for a place in the engine
+    (max_num_seqs). A longer one is retried (`retries`) or counts as failed, and run.log gives the reason."""
     timeout_factor: Above0 | None = None
     """Second limit on the time of a rollout: this factor times the mean time of the finished rollouts, once there are
-    8. Default: timeout_s alone."""
+    8. null: timeout_s alone."""

@@ -22,9 +22,9 @@ class CheckpointConfig(Section):
     """Saving and resuming of the whole run, bit for bit."""
 
     interval: Interval = 50
-    """Steps between checkpoints (verl: save_freq; TRL: save_steps), `4 steps from 3` (the first after step 3),
-    `1 epoch` of the training data (a checkpoint is written in the step that completes it), or a list of these. 0: only
-    at the end and on Ctrl-C."""
+    """Steps between checkpoints (verl: save_freq; TRL: save_steps), `4 steps from 3` (the first after step 3), `1
+    epoch` of the training data (a checkpoint is written in the step that completes it), or a list of these. 0: only at
+    the end and on Ctrl-C. A run that is killed repeats the steps since its last checkpoint."""
     keep: Positive | None = 2
     """Number of newest checkpoints to keep. (verl: max_actor_ckpt_to_keep; TRL: save_total_limit) null: all."""
     keep_best: BestConfig | None = None
@@ -42,8 +42,8 @@ class CheckpointConfig(Section):
     existing files aside and start a new run; or the path of a checkpoint."""
     save_contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
     """Contents of a checkpoint, in addition to the position of the run (step, data, schedule, buffer), which is always
-    saved. Without the optimizer a checkpoint takes about a third of the space, and a run can resume from it only with
-    load_contents=[model]."""
+    saved. model includes float32 master weights. Without the optimizer's moments a checkpoint takes about a third of
+    the space (float32) to less than half (bfloat16), and a run can resume from it only with load_contents=[model]."""
     load_contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
     """Contents to read on resume. [model]: the moments of the optimizer start at zero, its schedule continues; the run
     is then not bit for bit the uninterrupted run."""
@@ -81,7 +81,7 @@ class TrackConfig(Section):
     project: str = "whet"
     """Project (W&B, SwanLab, trackio) or experiment (MLflow) that lists the run, under its `name`."""
     group: str | None = None
-    """Group of the run in the tracker; runs of one group are listed together."""
+    """Group of the run in the tracker; runs of one group are listed together. null: none."""
     tags: tuple[str, ...] = ()
     """Tags of the run in the tracker."""
     arguments: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -140,7 +140,7 @@ class RewardWorkersConfig(Section):
 
     count: Positive = 1
     """Number of reward processes that work at once. Each process serves one function; idle processes of other functions
-    may exist in addition."""
+    may exist in addition. Raise it where steps wait for rewards and there are cores left."""
     sandbox: Literal["builtin", "all"] = "builtin"
     """Rewards that run in a sandbox, where they can open no file except Python's own, write none, and start no program,
     process or connection. builtin: the built-in rewards, where the system supports it (Linux with Landlock and
@@ -153,32 +153,37 @@ class RewardWorkersConfig(Section):
     reference. Each process computes with one thread, unless OMP_NUM_THREADS and MKL_NUM_THREADS say here otherwise; a
     torch that is imported with the function always does, since no threads survive the fork of a process."""
     timeout_s: Above0 = 10.0
-    """Longest time for one reward call; after it the process is killed and the rollout is marked unscored."""
+    """Longest time of one call of one reward, in seconds; after it the process is killed and the rollout is marked
+    unscored: it is counted and not trained on."""
     memory_mb: Positive = 2048
-    """Address space that a reward process may use in addition to its size at the start."""
+    """Address space, in MiB, that a reward process may use in addition to its size at the start."""
     max_failure_rate: Fraction = 0.5
-    """Highest share of unscored rollouts in a step; above it the run ends and names the cause."""
+    """Highest share of unscored rollouts in a step or an evaluation, those included that failed before they were
+    scored; above it the run ends and names the cause. 1: no limit."""
 
 
 class MachineConfig(Section):
     """Resources of this machine that the run may use, and the limit of the watchdog."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where it is available."""
+    """What models compute on. auto: CUDA where it is available, else the CPU."""
     threads: Positive | None = None
     """CPU threads of torch. Default: OMP_NUM_THREADS, else the number of cores that this process may use."""
     logprob_parity: Literal["auto", "on", "off"] = "auto"
-    """Sampled log-probs equal the trainer's bit for bit. auto: yes on CPU, and a self-test reports whether it holds;
-    on: the run refuses to start if it does not hold."""
+    """Sampled log-probs equal the trainer's bit for bit (rollout.engine=native, in one process), so that old log-probs
+    need not be computed again. auto: a self-test at the start reports whether it holds, and the run continues if not;
+    on: the run refuses to start if it does not hold; off: no self-test, and matrix products on a CPU may round
+    differently with the number of rows."""
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     """Kernels between the matrix products on a CPU: compiled C where a compiler is available, or the PyTorch fallback.
     The matrix products themselves are compiled where possible; with CC=none in the environment nothing is compiled. On
     an NVIDIA GPU they are Triton kernels, with torch PyTorch's operations."""
     memory_mb: Positive | None = None
-    """Memory limit of a stage on the device it trains on: if the memory plan of a stage exceeds it, the run does not
-    start. Default: the memory of the machine."""
+    """Memory limit of a stage on the device it trains on, in MiB: if the memory plan of a stage exceeds it, the run
+    does not start. Default: the memory of the GPU, or, on a CPU, of the machine."""
     kv_cache_mb: Positive | None = None
-    """Memory of the KV cache of the rollout engine. Default: the size for max_num_seqs rows of full length."""
+    """Memory of the KV cache of the native rollout engine, in MiB. With less than the default fewer rollouts are
+    decoded at once, where they are long. Default: the size for rollout.max_num_seqs rollouts of full length."""
     watchdog_timeout_s: Above0 = 3600.0
     """Seconds without progress (a token, a score, a micro-batch, a tensor or file read or written) after which this
     process counts as hanging: it writes all stacks into run.log and ends, and the same command resumes the run. The

@@ -16,8 +16,8 @@ class ScheduleConfig(Section):
     from 0."""
 
     type: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
-    """Shape after the warm-up. linear, cosine: decay to min_lr_ratio at the end; inverse_sqrt: sqrt(warm-up / step);
-    wsd: warm-up, stable, decay."""
+    """Shape after the warm-up. constant; linear, cosine: decay to min_lr_ratio at the end; inverse_sqrt: sqrt(warm-up /
+    step); wsd: constant, then a decay over the last `decay_steps`. (verl, transformers: lr_scheduler_type)"""
     unit: Literal["optimizer_step", "train_step"] = "optimizer_step"
     """Unit of a step of the schedule: each optimizer step (SkyRL), or a training step with all its minibatches and
     update epochs (verl, Cosmos)."""
@@ -67,7 +67,7 @@ class OptimizerConfig(Section):
     """Parameters with a different learning rate or weight decay, by a regular expression that is searched in their
     names, such as `embed_tokens`; the first match counts."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """Decay rates of the two moments of Adam."""
+    """Decay rates of the running means of gradients and of squared gradients, of adam and adamw."""
     eps: Above0 = 1e-8
     """Term added to the square root of Adam's second moment."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
@@ -85,8 +85,8 @@ class OptimizerConfig(Section):
     """Apply weight decay also to parameters of one dimension (norms, biases), as torch does by default. Default: these
     have no weight decay."""
     max_grad_norm: Above0 | None = 1.0
-    """Largest gradient norm; gradients are clipped to it. (verl: grad_clip; TRL: max_grad_norm) None: the norm is only
-    measured."""
+    """Largest gradient norm, over all trained parameters of the model; gradients are clipped to it. (verl: grad_clip;
+    TRL: max_grad_norm) null: the norm is only measured."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """Learning rate and weight decay over the steps."""
 
@@ -95,12 +95,13 @@ class PolicyOptimizerConfig(OptimizerConfig):
     """The optimizer of the policy."""
 
     lr: NonNegative | None = None  # type: ignore[assignment]  # a stage's config has a number: `derived.with_lr`
-    """Peak learning rate. Default, by the method: 1e-6 for reinforcement learning and preferences, 1e-5 for SFT; with
-    model.lora 1e-5, and 2e-4 for SFT. `whet plan` prints it."""
+    """Peak learning rate. Default, by the method: 1e-6 for reinforcement learning and preferences (DPO, KTO), 1e-5 for
+    SFT; with model.lora 1e-5, and 2e-4 for SFT. `whet plan` prints it."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The optimizer of the critic. Its value head starts untrained, so its learning rate is larger."""
+    """The optimizer of the critic. Its value head starts untrained, so its default learning rate is larger than the
+    policy's."""
 
     lr: NonNegative = 1e-5
     """Peak learning rate."""
@@ -133,7 +134,9 @@ class TrainConfig(Section):
     """Training steps. Give this, `epochs`, or both; the earlier end counts. 0: the config is for `whet eval FILE`,
     which evaluates the model as it is."""
     epochs: Above0 | None = None
-    """Epochs over the training data."""
+    """Epochs over the training data. The number of steps follows at the start: rows * epochs / tasks_per_step (see
+    drop_last). Tasks that replace dropped or failed groups are drawn in addition, so the data may be passed more
+    often."""
     early_stopping: EarlyStoppingConfig | None = None
     """End the stage when its evaluations (`eval.interval`) stop improving; it is saved and exported as after the last
     step. The learning-rate schedule still covers all steps. To continue a run that has ended early, raise `patience` or
@@ -152,18 +155,19 @@ class TrainConfig(Section):
     """Update epochs: how often each batch is trained on. (verl: ppo_epochs; TRL: num_iterations)"""
     shuffle_minibatches: bool = False
     """Partition the groups (or rollouts, where groups are cut) into minibatches again in every update epoch, by the
-    seed. Default: in the order of arrival."""
+    seed. (verl: actor.shuffle) false: every update epoch has the same minibatches, in the order of arrival."""
     micro_batch_tokens: Positive | None = None
-    """Maximum tokens in one forward and backward. (verl: ppo_max_token_len_per_gpu) It changes memory and speed, never
-    the gradient. Default: 2^19 / hidden size on a CPU, 16384 on CUDA."""
+    """Maximum tokens in one forward and backward, on each data-parallel rank; a longer rollout is a micro-batch of its
+    own. (verl: ppo_max_token_len_per_gpu) It changes memory and speed, never the gradient. Default: 16384 on CUDA; on a
+    CPU 2^19 / hidden size, at least 512."""
     micro_batch_rollouts: Positive | None = None
-    """Split micro-batches by number of rollouts instead. (verl: ppo_micro_batch_size_per_gpu; TRL:
-    per_device_train_batch_size)"""
+    """Maximum rollouts in one forward and backward, in place of a maximum of tokens: give one of the two. (verl:
+    ppo_micro_batch_size_per_gpu; TRL: per_device_train_batch_size)"""
     forward_micro_batch_tokens: Positive | None = None
-    """Maximum tokens in one forward without gradient (old and reference log-probs, values), of every model. Default: as
-    in training."""
+    """Maximum tokens in one forward without gradient (old and reference log-probs, values), of every model. It keeps no
+    activations, so it may be several times that of training. Default: as in training."""
     forward_micro_batch_rollouts: Positive | None = None
-    """Split these by number of rollouts instead."""
+    """Maximum rollouts in one forward without gradient, in place of a maximum of tokens."""
     share_prompts: bool = True
     """Compute the prompt of a group once instead of once per rollout; equal gradients."""
     skip_zero_weight: bool = True
@@ -172,8 +176,8 @@ class TrainConfig(Section):
     optimizer step is computed. Rollouts that the loss, KL, entropy or router could read are computed, and run.log gives
     the reason."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time. On a CPU the update then takes none from
-    sampling, either. (verl: enable_gradient_checkpointing)"""
+    """Recompute activations in backward: less memory, about a third more time. (verl: enable_gradient_checkpointing)
+    Without it, an update on a CPU may take over activations that sampling has computed; with it, none are kept."""
     offload: tuple[Literal["optimizer", "activations", "critic", "reference", "policy"], ...] = ()
     """State that is kept in host memory while a GPU does not need it; slower, with less GPU memory. optimizer: moments
     and master weights outside the optimizer step; activations: what layers keep for the backward pass; critic,
