@@ -84,6 +84,7 @@ class Result:
     """The result of a run."""
 
     run_dir: Path
+    """Folder of everything that the run has written."""
     finished: bool
     """False: stopped by Ctrl-C; the same call resumes the run."""
 

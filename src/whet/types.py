@@ -21,18 +21,8 @@ FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end token or stop string; `length`: the token limit; `abort`: dropped (deadline, error)."""
 
 StopReason = Literal[
-    "done",
-    "truncated",
-    "tokens",
-    "context",
-    "turns",
-    "cost",
-    "observations",
-    "calls",
-    "malformed",
-    "time",
-    "fault",
-]
+    "done", "truncated", "tokens", "context", "turns", "cost", "observations", "calls", "malformed", "time", "fault",
+]  # fmt: skip
 """Why an episode of several turns ended. `done`: its environment says so. A limit: `truncated` (one of the
 environment's own), `tokens` (sampled), `context` (of a full strand), `turns`, `cost` (of the environment),
 `observations` (tokens of the environment), `calls` (of tools), `malformed` (replies that cannot be read), `time`.
@@ -53,6 +43,7 @@ class ToolSpec:
     """A tool, as it is described to the policy."""
 
     name: str
+    """What calls name it by."""
     description: str = ""
     parameters: Json = field(default_factory=lambda: {"type": "object", "properties": {}})
     """JSON schema of the arguments, an object."""
@@ -75,6 +66,7 @@ class ToolCall:
     """A call of a tool, as the policy has written it."""
 
     name: str
+    """Of the tool; there may be none of this name."""
     arguments: dict[str, Json] = field(default_factory=dict)
     id: str = ""
     """Names the call for the message with its result."""
@@ -102,7 +94,9 @@ class Message:
     """One chat message, in the form that chat templates expect."""
 
     role: str
+    """system, user, assistant or tool."""
     content: str
+    """The text, without reasoning and calls."""
     reasoning: str | None = None
     """The reasoning of an assistant before its answer; templates call it reasoning_content."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -144,17 +138,15 @@ Reply = str | Message | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One prompt, with the data that a reward needs to score the reply.
-
-    `prompt` is either chat messages (then the chat template is applied) or plain text (then it is not); '' where the
-    response is a whole text to learn.
-    """
+    """One prompt, with the data that a reward needs to score the reply."""
 
     uid: int
     """Number of this draw in the stage's task stream: unique in a stage, part of the sampling seed."""
     source: str
     """Label of the data source, for metrics per source."""
     prompt: str | tuple[Message, ...]
+    """Chat messages (then the chat template is applied) or plain text (then it is not); '' where the response is a
+    whole text to learn."""
     answer: Json = None
     """The reference answer, passed to rewards untouched."""
     response: str | Message | tuple[int, ...] | None = None
@@ -198,13 +190,17 @@ class Sampling:
     """How one completion is sampled. Filters apply in the order of the fields, top to bottom."""
 
     repetition_penalty: float = 1.0
+    """Divisor of positive logits, factor on negative ones, of tokens that occurred before; 1 is off."""
     temperature: float = 1.0
     """0 is greedy: the token with the largest logit, the smallest id on a tie."""
     top_k: int = 0
     """0 is off."""
     top_p: float = 1.0
+    """Sample from the smallest set of tokens with this total probability; 1 is off."""
     min_p: float = 0.0
+    """Sample from tokens with at least this fraction of the largest probability; 0 is off."""
     max_tokens: int = 256
+    """Longest reply, in tokens, its end token included."""
     min_tokens: int = 0
     """End tokens cannot be sampled before this many tokens, and a stop string complete with them ends nothing."""
     stop: tuple[str, ...] = ()
@@ -212,6 +208,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """End tokens beside the model's own end-of-text token. A sampled end token is part of the reply."""
     ignore_eos: bool = False
+    """Continue to max_tokens, also after an end token. Only without stop and stop_token_ids."""
     key: int = 0
     """Stream of random numbers (`seeds.rollout_key`): equal key and equal prompt give equal tokens in any batch."""
 
@@ -255,6 +252,7 @@ class Completion:
     """The result of an engine for one request: the new tokens only."""
 
     token_ids: list[int]
+    """Of the reply alone, a sampled end token included."""
     logprobs: list[float] | None
     """log pi(token) under softmax(logits / temperature): the distribution that is trained. At temperature 0: of
     softmax(logits). None: the engine does not return them (`Capabilities.logprobs`)."""
@@ -382,8 +380,11 @@ class Strand:
     mask: NDArray[np.bool_]
     """Sampled by the policy, and trained in this strand."""
     logprobs: NDArray[np.float32]
+    """In nats, see `Completion.logprobs`."""
     sample_logprobs: NDArray[np.float32]
+    """In nats, see `Completion.sample_logprobs`."""
     versions: NDArray[np.int32]
+    """Of the policy that sampled each token."""
     turns: tuple[Turn, ...] = ()
     """Replies of the policy that are trained in this strand, in their order. (): the reply is data's."""
     experts: ExpertIds | None = None
@@ -432,9 +433,7 @@ class Rollout:
 
     It has one strand, unless its history was rewritten (a chat template, a summary) or it forked: then what was sampled
     after a rewritten history or a fork is in a strand of its own, which begins with that history. Each sampled token is
-    trained in exactly one strand; copies of it in other strands are context, with mask false.
-
-    Errors: ValueError without a strand.
+    trained in exactly one strand; copies of it in other strands are context, with mask false. ValueError without any.
     """
 
     task: Task
@@ -455,6 +454,7 @@ class Rollout:
     reward: float | None = None
     """None: not scored (yet, or the reward failed; then `error` has the cause)."""
     reward_parts: dict[str, float] = field(default_factory=dict)
+    """The value of each reward by its name, its further numbers as NAME/KEY; an environment's are `env`, env/NAME."""
     baseline: float | None = None
     """Reward of the greedy reply to the same task, where the advantage compares with it (ReMax)."""
     answer: str | None = None

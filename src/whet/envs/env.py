@@ -55,7 +55,8 @@ class EnvStep:
     messages: list[Message] = field(default_factory=list)
     """Messages that the policy reads before its next reply."""
     reward: float | None = None
-    """For this turn; the reward of the rollout is the sum over its turns."""
+    """For this turn; None: none. The reward of the rollout is the sum over its turns, plus that of the config's
+    `rewards`."""
     parts: dict[str, float] = field(default_factory=dict)
     """Further numbers to record, by name; a rollout has their sums. `rollout.env.max_cost` limits the sum of `cost`, in
     any unit."""
@@ -76,7 +77,10 @@ class EnvStep:
 
 
 class Env(Protocol):
-    """An object may also have `tools`, a list of ToolSpec: what the policy may call, read after `first`. It may also
+    """What the policy talks to in one rollout, made for it alone. Methods may be plain; each then runs in a thread. An
+    exception fails the rollout: it is retried (`rollout.retries`), then unscored, as with `EnvStep.fault`.
+
+    An object may also have `tools`, a list of ToolSpec: what the policy may call, read after `first`. It may also
     have `async def resume(self, turns: list[tuple[Message, EnvStep]]) -> None`, called after `first`: continue after
     these replies, which were answered by these steps, without playing them again (`envs.journaled`)."""
 
@@ -87,7 +91,7 @@ class Env(Protocol):
         """The answer to one reply."""
 
     async def close(self) -> None:
-        """The episode is over, however it ended."""
+        """The episode is over, however it ended. May be missing."""
 
 
 @dataclass(frozen=True, kw_only=True)

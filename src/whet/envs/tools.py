@@ -38,7 +38,9 @@ class Priced:
     """What a tool may return: a result, and what the call has cost, in the unit of `rollout.env.max_cost`."""
 
     value: Any
+    """The result: what the tool would return without a cost."""
     cost: float
+    """Of this call; the part `cost` of the rollout is the sum over its calls."""
 
 
 @dataclass(frozen=True)

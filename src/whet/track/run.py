@@ -26,6 +26,7 @@ class Run:
     """
 
     path: Path
+    """The run directory."""
 
     @property
     def config(self) -> dict[str, Json]:

@@ -34,7 +34,8 @@ class RewardModelConfig(Section):
 
 
 class RewardConfig(Section):
-    """A function or a model that scores replies; the reward of a run is the weighted sum of all rewards."""
+    """A function or a model that scores replies. The reward of a rollout is the weighted sum of all rewards, plus what
+    its environment gives (rollout.env)."""
 
     function: str | None = None
     """Name of a reward function (docs/rewards.md); give this or `model`. Built in: exact, choice, number, math, code,
