@@ -107,6 +107,14 @@ def test_a_key_that_names_a_function_says_what_each_does():
     assert dict(explain("algorithm.resample").value)["pow"].endswith("(power=2.0)")
 
 
+def test_names_in_a_condition_that_are_no_keys_are_explained():
+    found = explain("rollout.engine")
+    assert found.read_when == "samples"
+    assert dict(found.facts)["samples"].startswith("Replies are sampled")
+    assert "samples: Replies are sampled" in printed("rollout.engine")
+    assert explain("model.path").facts == ()
+
+
 def test_it_prints():
     text = printed("algorithm.name=dapo")
     assert "arXiv:2503.14476" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from rich.text import Text
 
 from whet.config import keys, recipes, schema
 from whet.config.chosen import chosen, setting_problems
-from whet.config.conditions import in_words
+from whet.config.conditions import Condition, in_words, subjects
 from whet.config.engines import NOT_BUILT
+from whet.config.facts import NAMED
 from whet.config.faults import mismatch, shown
 from whet.config.forms import OPEN_NAMES
 from whet.config.keys import Key, did_you_mean, dotted, lookup
@@ -41,6 +43,8 @@ class Explanation:
     """Whether stages may differ in it."""
     read_when: str
     """The condition under which something reads it."""
+    facts: tuple[tuple[str, str], ...]
+    """The names in that condition that are no keys, with their meaning."""
     source: str
     """File and line of its definition."""
     rows: tuple[tuple[str, str, str, str], ...] = ()
@@ -52,6 +56,8 @@ class Explanation:
         facts = Table.grid(padding=(0, 2))
         for label in ("type", "default", "where", "read_when", "source"):
             facts.add_row(label.replace("_", " "), Text(getattr(self, label)))
+            for name, said in self.facts if label == "read_when" else ():
+                facts.add_row("", Text(f"{name}: {said}"))
         parts: list[RenderableType] = [Text(self.key, style="bold"), Text(self.meaning), Text(""), facts]
         if self.rows:
             table = Table("key", "type", "default", "meaning")
@@ -78,13 +84,15 @@ def explain(key: str) -> Explanation:
         if found.section and k.path[:-1] == keys.inside(found) and k.path[-1] != "*"
     )
     varies = found.path[0] in STAGE_SECTIONS
+    condition = visible_when(found.path)
     return Explanation(
         key=dotted(found.path),
         meaning=found.description.replace("\n", " "),
         type=found.words if not found.section else found.words.partition(" (keys")[0],
         default=default_of(found),
         where="the whole run, or single stages" if varies else "the whole run",
-        read_when=in_words(condition) if (condition := visible_when(found.path)) else "always",
+        read_when=in_words(condition) if condition else "always",
+        facts=tuple(_facts_of(condition or {})),
         source=_source(found),
         rows=rows,
         value=_value(found, value) if equals else _by_function(found.path),
@@ -114,6 +122,13 @@ def default_of(key: Key) -> str:
     if isinstance(default, schema.Section):
         return ""
     return json.dumps(list(default) if isinstance(default, tuple) else default)
+
+
+def _facts_of(condition: Condition) -> Iterator[tuple[str, str]]:
+    """The named conditions in a condition, with their meaning."""
+    for name in dict.fromkeys(name for kind, name in subjects(condition) if kind == "condition"):
+        if name in NAMED:  # others are settings of a function
+            yield name, NAMED[name][0]
 
 
 def _meaning(path: keys.Path, name: str, has: tuple[Key, ...]) -> str:
