@@ -24,7 +24,7 @@ class EngineRow:
     served: bool = False
     """It is servers in processes of their own (`rollout.server`)."""
     takes_weights: bool = True
-    """A run may train. False: it serves for `whet eval` of the model that it has."""
+    """A run may train. False: it serves for `whet eval` and `whet generate` by the model that it has."""
 
 
 ENGINES: Mapping[str, EngineRow] = {
@@ -46,8 +46,8 @@ ENGINES: Mapping[str, EngineRow] = {
         served=True,
     ),
     "openai": EngineRow(
-        "Any server with OpenAI's interface that returns token ids; takes no weights: for whet eval and "
-        "train.engine=simulated.",
+        "Any server with OpenAI's interface that returns token ids; takes no weights: for whet eval, whet generate "
+        "and train.engine=simulated.",
         "whet.rollout.http.opened:openai",
         served=True,
         takes_weights=False,

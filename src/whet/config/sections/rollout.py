@@ -101,10 +101,10 @@ class RolloutConfig(Section):
     """Rollouts: how replies are sampled from the policy."""
 
     engine: str = "native"
-    """native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow. vllm, sglang:
-    servers in processes of their own, over HTTP (`server`). openai: any server with OpenAI's interface that returns
-    token ids; it takes no weights, so for `whet eval` alone. Or your own: 'package.module:name' or
-    'path/to/file.py:name', called with whet.rollout.engine.EngineInputs."""
+    """What samples. native: embedded, continuous batching, the trainer's weights by reference. hf: transformers, slow.
+    vllm, sglang: servers in processes of their own, over HTTP (`server`). openai: any server with OpenAI's interface
+    that returns token ids; it takes no weights, so for `whet eval`, `whet generate` and train.engine=simulated alone.
+    Or your own: 'package.module:name' or 'path/to/file.py:name', called with whet.rollout.engine.EngineInputs."""
     server: ServerConfig = Field(default_factory=ServerConfig)
     """The servers of engine=vllm, sglang and openai."""
     replicas: Count = 0
