@@ -18,8 +18,8 @@ INTRO = """\
 
 Generated from `src/whet/config/schema.py` by `python -m whet.config.docs`; `whet explain KEY` prints the same.
 
-A config is a YAML, JSON or TOML file. Keys that it leaves out have the defaults below. `null` means that the
-value is derived; `whet plan FILE` prints the derived value.
+A config is a YAML, JSON or TOML file. Keys that it leaves out have the defaults below. `null` means that
+the value is derived, which `whet plan FILE` prints, or that there is none; the meaning of the key says which.
 
 - **Booleans** are `true` and `false` (YAML 1.2): `off`, `yes` and `on` are text. `1e-6` is a number, and
   `010` is refused. `"8"` is text and is refused where a number is expected. A duplicate key is refused.
@@ -31,7 +31,8 @@ value is derived; `whet plan FILE` prints the derived value.
 - **Stages** run one after the other. A stage inherits the whole config, and its own keys override it.
   A stage that sets a different `algorithm.name` does not inherit the other `algorithm` keys. References are
   resolved before stages inherit.
-- **Paths** are relative to the directory in which the command runs.
+- **Paths** are relative to the directory in which the command runs. Every `path` and `chat_template` may be a
+  URL (`hf://`, `s3://`, `gs://`, `hdfs://`): it is fetched once, into the folder WHET_CACHE (`~/.cache/whet`).
 - **A key that can have no effect is refused**, with the reason: an unknown key, a critic's learning rate
   without a critic, a group size for demonstrations.
 - **Editors and forms**: `whet schema` prints all of this as JSON schema, with units, the conditions under which

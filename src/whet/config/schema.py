@@ -62,7 +62,8 @@ class StageConfig(Section):
     the same in all stages."""
 
     name: str
-    """Name of the stage, unique in the run: in the display, in metrics and in names of files."""
+    """Label of the stage, in the display, in metrics and in names of files: letters of ASCII, digits, _ . and -, unique
+    in the run."""
     algorithm: dict[str, Any] = Field(default_factory=dict)
     """Keys that override `algorithm`."""
     data: dict[str, Any] = Field(default_factory=dict)

@@ -55,8 +55,9 @@ class SourceConfig(Section):
     name: str | None = None
     """Label of this source in metrics. Default: the stem of the file, or the name of the reasoning-gym task."""
     path: str | tuple[str, ...] | None = None
-    """File, folder, glob or list of them: parquet, jsonl, json, csv, or a Hugging Face dataset folder. Local paths
-    only. NaN and infinity, which are not JSON, and an object with a duplicate key are refused."""
+    """File, folder, glob or list of them: parquet, jsonl, json, csv, or a Hugging Face dataset folder; on this machine,
+    or a URL that is fetched once (hf://datasets/ORG/NAME, s3://, gs://, hdfs://). NaN and infinity, which are not JSON,
+    and an object with a duplicate key are refused."""
     subset: str | None = None
     """Configuration of a dataset folder: the subfolder of that name."""
     split: str | tuple[str, ...] | None = None

@@ -69,8 +69,9 @@ class ModelConfig(Section):
     """The policy: its weights, their dtype, and adapters."""
 
     path: str | None = None
-    """A local folder of a Hugging Face model (config.json, safetensors). (verl: model.path; TRL: model_name_or_path) An
-    id of the hub is not downloaded: `hf download` makes a folder of it. Give either this or `scratch`."""
+    """Folder of a Hugging Face model (config.json, safetensors), or a URL that is fetched once (hf://ORG/NAME, s3://,
+    gs://, hdfs://). (verl: model.path; TRL: model_name_or_path) A plain ORG/NAME is a folder here. Give either this or
+    `scratch`."""
     scratch: str | dict[str, Any] | None = None
     """Create a new model with random weights instead of loading one: the name of its family, or a table of the name and
     entries of its config.json: {name: qwen3, hidden_size: 256}. Without a name it is qwen3; `whet explain
@@ -162,7 +163,7 @@ class ReferenceModelConfig(Section):
     """One of several references."""
 
     path: str
-    """A local Hugging Face folder. The model must have the tokenizer of the policy."""
+    """A Hugging Face folder or its URL, as in model.path. The model must have the tokenizer of the policy."""
     values: tuple[str, ...]
     """Labels of the tasks whose rollouts it scores: values of reference.column."""
 
@@ -171,8 +172,8 @@ class ReferenceConfig(Section):
     """The frozen model that a KL term or DPO compares the policy with, or the teacher of distillation."""
 
     path: str | None = None
-    """A local Hugging Face folder. Default: the policy at the start of the stage; with model.lora that shares the
-    weights under the adapters with the policy, and a folder takes memory of its own."""
+    """A Hugging Face folder or its URL, as in model.path. Default: the policy at the start of the stage; with
+    model.lora that shares the weights under the adapters with the policy, and a folder takes memory of its own."""
     models: tuple[ReferenceModelConfig, ...] = ()
     """Several references instead of one: each rollout is scored by the model that has the label of its task among its
     `values`, and by no other. A rollout whose label no model has stops the run. (verl: distillation.teacher_models)"""

@@ -14,8 +14,8 @@ class RewardModelConfig(Section):
     or ruler, a chat model: it writes its judgement."""
 
     path: str
-    """A local Hugging Face folder (config.json, safetensors) of a sequence-classification model with one label; with
-    function judge or ruler, of a chat model."""
+    """Folder or URL, as in model.path, of a sequence-classification model with one label; with function judge or ruler,
+    of a chat model."""
     input: Literal["text", "tokens"] = "text"
     """Input of the model. text: the prompt and the reply, formatted with the chat template and tokenizer of the reward
     model; a plain-text prompt is put before the reply unchanged. tokens: the tokens of the rollout, of all turns, if

@@ -39,7 +39,7 @@ class CheckpointConfig(Section):
     can resume from either form."""
     resume: Place = "auto"
     """auto: resume the run in run_dir, if there is one; never: refuse a run_dir that holds a run; fresh: move the
-    existing files aside and start a new run; or the path of a checkpoint."""
+    existing files aside and start a new run; or the path or URL of a checkpoint."""
     save_contents: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
     """Contents of a checkpoint, in addition to the position of the run (step, data, schedule, buffer), which is always
     saved. model includes float32 master weights. Without the optimizer's moments a checkpoint takes about a third of
