@@ -142,6 +142,18 @@ def test_an_engine_that_is_no_subclass_trains_the_same_bits(mine: Path, tmp_path
             ("train.engine=builtins:dict",),
             "train.engine 'builtins:dict' does not say which parameters it takes",
         ),
+        (
+            ("rollout.engine=builtins:dict",),
+            "rollout.engine builtins:dict: .*not iterable; expected .*RolloutEngine of a .*EngineInputs",
+        ),
+        (
+            ("rollout.engine=builtins:len",),
+            "rollout.engine builtins:len: object of type .*expected .*RolloutEngine of a .*EngineInputs",
+        ),
+        (
+            ("rewards={}", "rollout.env.make=builtins:dict"),
+            "rollout.env.make 'builtins:dict' does not say which parameters it takes",
+        ),
         (("algorithm.loss=builtins:dict",), "loss 'builtins:dict' does not say which parameters it takes"),
         (("train.engine={mine}:bare",), r"bare takes \(model\): too many positional .*TorchEngine is"),
         (("rollout.engine={mine}:bare_rollouts",), r"bare_rollouts takes \(\); expected one .*EngineInputs"),

@@ -428,28 +428,36 @@ def open_engine(
             f"rollout.engine {name} takes {inspect.signature(make)}; expected one parameter, a "
             "whet.rollout.engine.EngineInputs"
         )
-    engine = make(
-        EngineInputs(
-            model=model,
-            ops=ops,
-            end_token_ids=end_tokens(model, tokenizer),
-            decode=decoder_of(tokenizer),
-            max_context=max(p.max_sequence_tokens for p in sampling),
-            max_num_seqs=max(p.cfg.rollout.max_num_seqs for p in sampling),
-            cache_mb=cfg.machine.kv_cache_mb,
-            quantization=cfg.rollout.quantization,
-            beat=watch.beat,
-            span=partial(timeline.piece, lane=SAMPLING),
-            server=cfg.rollout.server,
-            reply_timeout_s=max(p.cfg.rollout.timeout_s for p in sampling),
-            load_timeout_s=cfg.sync.timeout_s,
-            run_dir=Path(cfg.run_dir).absolute(),
-            home=trainers(cfg).absolute(),
-            asked=cfg.mode != "train" or any(p.judges for p in plans),
-            experts=any(p.cfg.train.router_replay == "sampled" for p in sampling),
-            kept=activations_of(sampling),
+    try:
+        engine = make(
+            EngineInputs(
+                model=model,
+                ops=ops,
+                end_token_ids=end_tokens(model, tokenizer),
+                decode=decoder_of(tokenizer),
+                max_context=max(p.max_sequence_tokens for p in sampling),
+                max_num_seqs=max(p.cfg.rollout.max_num_seqs for p in sampling),
+                cache_mb=cfg.machine.kv_cache_mb,
+                quantization=cfg.rollout.quantization,
+                beat=watch.beat,
+                span=partial(timeline.piece, lane=SAMPLING),
+                server=cfg.rollout.server,
+                reply_timeout_s=max(p.cfg.rollout.timeout_s for p in sampling),
+                load_timeout_s=cfg.sync.timeout_s,
+                run_dir=Path(cfg.run_dir).absolute(),
+                home=trainers(cfg).absolute(),
+                asked=cfg.mode != "train" or any(p.judges for p in plans),
+                experts=any(p.cfg.train.router_replay == "sampled" for p in sampling),
+                kept=activations_of(sampling),
+            )
         )
-    )
+    except TypeError as e:
+        if e.__traceback__ and e.__traceback__.tb_next:  # raised within, by Python code of its own
+            raise
+        raise ConfigError(
+            f"rollout.engine {name}: {e}; expected a function or class that makes a whet.rollout.engine.RolloutEngine "
+            "of a whet.rollout.engine.EngineInputs"
+        ) from e
     if lacks := missing(engine):
         raise ConfigError(
             f"rollout.engine {name}: got a {type(engine).__name__} without {', '.join(lacks)}; expected a "

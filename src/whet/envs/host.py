@@ -496,7 +496,7 @@ def serve(connection: Connection) -> None:
     outlive()  # before any code of the user's, which may start programs
     try:
         import_all(asked["imports"])
-        make = load_object(asked["make"], what="rollout.env.make")
+        make = load_object(asked["make"], what="rollout.env.make", asked=True)
         check_arguments(make, asked["arguments"])
         if (prepare := factory_method(make, "prepare")) is not None:
             prepare(asked["arguments"])

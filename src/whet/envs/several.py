@@ -128,7 +128,7 @@ def _asks(task: Task) -> bool:
 
 
 def _loaded(name: str, member: MemberConfig) -> Any:
-    return load_object(str(member.make), what=f"{AT}.envs.{name}.make")
+    return load_object(str(member.make), what=f"{AT}.envs.{name}.make", asked=True)
 
 
 def _ending(env: Any, world: World, member: MemberConfig) -> Any:
