@@ -368,6 +368,16 @@ def test_columns_that_are_not_there_or_would_be_hidden(model: Path, tmp_path: Pa
         made(model, jsonl(tmp_path / "q.jsonl", asked))
 
 
+def test_a_column_that_is_not_there_is_named_by_the_key_of_a_translated_file(
+    model: Path, tmp_path: Path
+) -> None:
+    verl = Path(__file__).parents[1] / "examples" / "from_verl.yaml"
+    given = f"data.val_files={jsonl(tmp_path / 'p.jsonl', PROMPTS)}"
+    named = f"actor_rollout_ref.model.path={model}", "data.prompt_key=question"
+    with pytest.raises(DataError, match=r"In a verl-ppo file `prompt` is data\.prompt_key\.$"):
+        whet.generate(verl, output="out.jsonl", overrides=[given, *named])
+
+
 def test_a_reply_that_cannot_be_sampled_is_not_an_empty_one(tmp_path: Path) -> None:
     rollout = Rollout.one_strand(
         task=Task(uid=4, source="a", prompt=""), index=1, token_ids=[1], mask=[0], logprobs=[0.0],

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from whet.bench import judge_file, replies_in
 from whet.config.load import load
 from whet.data.recognise import with_columns
 from whet.data.tasks import all_texts
+from whet.rehearsal.probe import probe
 from whet.types import ConfigError, DataError
 
 VERL, SKYRL = "examples/from_verl.yaml", "examples/from_skyrl.yaml"
@@ -78,6 +80,18 @@ def test_rows_of_an_override_come_from_it_be_it_a_list_or_not(value: str) -> Non
 def test_a_list_of_an_override_counts_above_the_file_under_another_name_of_the_key() -> None:
     found = said(SKYRL, given := "train_data=[/none/a.parquet]")
     assert found == f"No such data file: /none. The rows come from override {given}."
+
+
+def test_a_rehearsal_names_the_key_of_the_file() -> None:
+    found = [finding.said for finding in probe(load(VERL, ["data.prompt_key=question"])).findings]
+    assert sum(text.endswith("In a verl-ppo file `prompt` is data.prompt_key.") for text in found) == 2
+
+
+def test_scores_of_a_file_of_replies_name_the_key_of_the_config(tmp_path: Path) -> None:
+    rows = tmp_path / "replies.jsonl"
+    rows.write_text('{"question": "a", "responses": ["b"], "data_source": "words"}\n')
+    with pytest.raises(DataError, match=r"In a verl-ppo file `prompt` is data\.prompt_key\.$"):
+        judge_file(load(VERL, values=replies_in(rows, load(VERL).config)), whole=False)
 
 
 def test_a_native_file_has_its_own_words_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
 from whet.config.sections.parallel import ParallelConfig
+from whet.config.source_faults import in_words_of
 from whet.config.sources import rewards_by_source, verifiers
 from whet.data.given import Given, taken
 from whet.guard import stacks
@@ -61,14 +62,17 @@ def judge_file(loaded: Loaded, *, whole: bool) -> Judged:
     loaded = brought_here(loaded)
     cfg = loaded.config
     named = verifiers([cfg])
-    with RewardSet.from_config(
-        cfg.rewards,
-        cfg.reward_workers,
-        seed=cfg.seed,
-        imports=cfg.imports,
-        verifiers=named,
-        open_judge=judges_of(cfg),
-    ) as rewards:
+    with (
+        RewardSet.from_config(
+            cfg.rewards,
+            cfg.reward_workers,
+            seed=cfg.seed,
+            imports=cfg.imports,
+            verifiers=named,
+            open_judge=judges_of(cfg),
+        ) as rewards,
+        in_words_of(loaded, 0),
+    ):
         return judge(cfg, replace(rewards, by_source=rewards_by_source(cfg.data)))
 
 

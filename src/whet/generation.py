@@ -30,6 +30,7 @@ from whet.config.faults import of_stage
 from whet.config.load import Loaded, load
 from whet.config.plan import Plan, plans
 from whet.config.schema import Config
+from whet.config.source_faults import in_words_of
 from whet.config.tree import merge
 from whet.data.given import Given, taken
 from whet.guard.imports import import_all
@@ -194,7 +195,7 @@ def _written(
     timeline = Timeline(home / "timeline.json")
     tokenizer = open_tokenizer(loaded, display)
     counts: Counter[str] = Counter()
-    with of_stage(loaded.names, index):
+    with of_stage(loaded.names, index), in_words_of(loaded, index):
         sources = prepare(
             cfg.data.eval,
             cfg.data,

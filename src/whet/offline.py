@@ -12,6 +12,7 @@ from whet.config.evaluation import reward_weights
 from whet.config.faults import listing
 from whet.config.load import Loaded
 from whet.config.schema import Config, SourceConfig
+from whet.config.source_faults import of_source
 from whet.config.tree import leaves
 from whet.data.columns import lookup, parse
 from whet.data.rows import read_rows
@@ -108,22 +109,27 @@ def read(sources: Sequence[SourceConfig]) -> Iterator[Group]:
     """The rows of the sources as tasks, each with its replies."""
     uids = count()
     for source in sources:
-        rows = read_rows(source)
-        asked = SourceConfig(**source.model_dump(exclude_unset=True, exclude={"response"}))
-        for number in range(len(rows)):
-            row, where = rows.row(number), rows.where(number)
-            column = _column(row, source)
-            texts = _replies(row, column, where=where)
-            row = {k: v for k, v in row.items() if k != column}
-            fields = parse(row, asked, name=rows.name, chat=None, where=where)
-            task = Task(
-                uid=next(uids),
-                source=fields.label,
-                prompt=fields.prompt,
-                answer=fields.answer,
-                extra=fields.extra,
-            )
-            yield Group(task, tuple(_rollout(task, index, text) for index, text in enumerate(texts)))
+        with of_source(source):
+            yield from _read(source, uids)
+
+
+def _read(source: SourceConfig, uids: Iterator[int]) -> Iterator[Group]:
+    rows = read_rows(source)
+    asked = SourceConfig(**source.model_dump(exclude_unset=True, exclude={"response"}))
+    for number in range(len(rows)):
+        row, where = rows.row(number), rows.where(number)
+        column = _column(row, source)
+        texts = _replies(row, column, where=where)
+        row = {k: v for k, v in row.items() if k != column}
+        fields = parse(row, asked, name=rows.name, chat=None, where=where)
+        task = Task(
+            uid=next(uids),
+            source=fields.label,
+            prompt=fields.prompt,
+            answer=fields.answer,
+            extra=fields.extra,
+        )
+        yield Group(task, tuple(_rollout(task, index, text) for index, text in enumerate(texts)))
 
 
 def _column(row: Mapping[str, Json], source: SourceConfig) -> str:

@@ -12,7 +12,8 @@ import numpy as np
 
 from whet.config.chosen import Chosen
 from whet.config.load import Loaded
-from whet.config.schema import Config, EnvironmentConfig, RewardConfig, SourceConfig
+from whet.config.schema import Config, EnvironmentConfig, RewardConfig
+from whet.config.source_faults import in_words_of, of_source
 from whet.config.sources import rewards_by_source, verifiers
 from whet.data.recognise import holds_texts, recognised
 from whet.data.rows import read_rows
@@ -55,12 +56,12 @@ def probe(loaded: Loaded) -> Probed:
     """Read and tokenise every source of every stage; try every reward on real rows."""
     out = Probed()
     read: dict[str, tuple[list[Task], str]] = {}
-    for name, cfg in zip(loaded.names, loaded.stages):
+    for index, (name, cfg) in enumerate(zip(loaded.names, loaded.stages)):
         for part in ("train", "demonstrations", "eval"):
             for n, source in enumerate(getattr(cfg.data, part)):
                 known = repr((source, cfg.data.max_prompt_tokens, cfg.data.overlong, holds_texts(cfg, part)))
                 if known not in read:
-                    read[known] = _source(out, cfg, source, part, n)
+                    read[known] = _source(out, loaded, index, part, n)
                 tasks, why = read[known]
                 if why:
                     out.lost[f"{name}/{part}/{n}"] = why
@@ -86,21 +87,24 @@ def probe(loaded: Loaded) -> Probed:
 # ---------------------------------------------------------------- data
 
 
-def _source(out: Probed, cfg: Config, source: SourceConfig, part: str, n: int) -> tuple[list[Task], str]:
-    """Read source n of a part of `data`. Returns its first tasks, and why it cannot be used, or ''."""
+def _source(out: Probed, loaded: Loaded, stage: int, part: str, n: int) -> tuple[list[Task], str]:
+    """Read source n of a part of `data` of a stage. Returns its first tasks, and why it cannot be used, or ''."""
+    cfg = loaded.stages[stage]
+    source = getattr(cfg.data, part)[n]
     what = f"data.{part}[{n}] {source.name or source.path or source.function or ''}".strip()
     real = real_tokenizer(cfg) is not None
-    source = source.model_copy(update={"limit": few(source.limit, ROWS)})
     data = cfg.data.model_copy(update={} if real else {"overlong": "filter", "max_prompt_tokens": 2**20})
     try:
-        source = recognised(source, read_rows(source), texts=holds_texts(cfg, part))
-        tokenizer_cfg = (
-            cfg.tokenizer if real else cfg.tokenizer.model_copy(update={"build": "bpe", "path": None})
-        )
-        tokenizer = load_tokenizer(tokenizer_cfg, model_path=cfg.model.path, texts=texts([source]))
-        order = small_order(cfg) if part == "train" else Chosen("sequential", {})
-        stream = TaskStream([source], data, tokenizer=tokenizer, seed=cfg.seed, order=order)
-        tasks = stream.next(min(stream.rows_per_epoch, ROWS))
+        with in_words_of(loaded, stage), of_source(source):
+            begin = source.model_copy(update={"limit": few(source.limit, ROWS)})
+            begin = recognised(begin, read_rows(begin), texts=holds_texts(cfg, part))
+            tokenizer_cfg = (
+                cfg.tokenizer if real else cfg.tokenizer.model_copy(update={"build": "bpe", "path": None})
+            )
+            tokenizer = load_tokenizer(tokenizer_cfg, model_path=cfg.model.path, texts=texts([begin]))
+            order = small_order(cfg) if part == "train" else Chosen("sequential", {})
+            stream = TaskStream([begin], data, tokenizer=tokenizer, seed=cfg.seed, order=order)
+            tasks = stream.next(min(stream.rows_per_epoch, ROWS))
     except WhetError as e:
         out.findings.append(fails(what, str(e)))
         return [], str(e)
