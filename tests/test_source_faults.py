@@ -8,6 +8,7 @@ import pytest
 
 from whet.bench import judge_file, replies_in
 from whet.config.load import load
+from whet.config.source_faults import in_words_of, of_source
 from whet.data.recognise import with_columns
 from whet.data.tasks import all_texts
 from whet.rehearsal.probe import probe
@@ -57,6 +58,25 @@ def test_a_column_that_the_other_system_has_no_key_for_is_named_by_the_native_ke
     rows.write_text('{"asked": "a", "data_source": "words", "reward_model": {"ground_truth": "a"}}\n')
     found = said(SKYRL, f"data.train_data=['{rows}']")
     assert found.endswith("`prompt` is whet.data.train.0.prompt.")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text", "told"),
+    [
+        ([], "(limit)", "`limit` is data.train_max_samples."),
+        (["data.filter_overlong_prompts=true"], "data.overlong", "is data.filter_overlong_prompts."),
+        (["whet.data.overlong=filter"], "data.overlong", "data.overlong is whet.data.overlong."),
+    ],
+)
+def test_a_key_that_has_another_value_here_is_named_by_the_key_that_it_comes_from(
+    overrides: list[str], text: str, told: str
+) -> None:
+    """-1 rows are null here; no override under whet's own name stands in between."""
+    loaded = load(VERL, overrides)
+    source = loaded.stages[0].data.train[0]
+    with pytest.raises(DataError) as raised, in_words_of(loaded, 0), of_source(source):
+        raise DataError(f"no rows: {text}")
+    assert str(raised.value).endswith(told)
 
 
 def test_a_class_of_rows_that_fails_is_named_by_the_key_of_its_file(tmp_path: Path) -> None:

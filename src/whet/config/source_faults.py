@@ -69,9 +69,12 @@ def _more(loaded: Loaded, stage: int, error: ConfigError | DataError) -> str:
 
 
 def _foreign(made: Translation, native: str, value: Json) -> str:
-    """The key of the translated file that has the value of a native key; where none has, the native key as such a file
-    takes it."""
+    """The key of the translated file that has the value of a native key, or that the translation made it from; where
+    none leads there, the native key as such a file takes it."""
     given = {line.key: line.value for line in made.lines}
-    rows = dialect(made.dialect, made.version).rows
-    found = (row.key for row in rows if native in row.native and given.get(row.key, row.default) == value)
-    return next(found, f"whet.{native}")
+    rows = [row for row in dialect(made.dialect, made.version).rows if native in row.native]
+    found = [row.key for row in rows if given.get(row.key, row.default) == value]
+    if get(made.tree, path_of(native, ())) == value:  # no override under a native name has changed it
+        found += [line.key for line in made.lines if native in line.native]
+        found += [row.key for row in rows]
+    return next(iter(found), f"whet.{native}")
