@@ -11,7 +11,10 @@ import pytest
 from transformers import GenerationMixin
 
 import whet
+import whet.stages
 from tiny import RUN
+from whet.context import Context
+from whet.job import Models
 from whet.types import WhetError
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +77,22 @@ def test_the_reference_of_a_later_stage_may_be_what_an_earlier_one_exports(tmp_p
     second["reference"] = {"path": str(run / "export" / "frist")}
     with pytest.raises(WhetError, match="frist: no such folder"):
         whet.train(run_dir=str(tmp_path / "run"), **sections, checkpoint={"resume": "fresh"})
+
+
+def test_the_models_of_the_first_stage_are_checked_once_and_those_of_a_later_one_again_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    check = whet.stages.check_models
+
+    def noted(context: Context, models: Models) -> None:
+        checked.append(context.name)
+        check(context, models)
+
+    monkeypatch.setattr(whet.stages, "check_models", noted)
+    sections = RUN | {"stages": [{"name": "first"}, {"name": "second"}]}
+    assert whet.train(run_dir=str(tmp_path / "run"), **sections).finished
+    assert checked == ["first", "second", "second"]
 
 
 def test_the_copy_that_a_stage_samples_from_is_there_in_this_stage_alone(tmp_path: Path) -> None:

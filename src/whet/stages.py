@@ -77,7 +77,8 @@ async def run_all(job: Job, start: Path | None, state: Json, *, ahead: bool = Tr
                 with stage(index):
                     check(job, job.begun[index])
         for index in range(first, len(job.loaded.stages)):
-            ended = await run_stage(job, index, ended, start=start, state=state)
+            checked = ahead and index == first
+            ended = await run_stage(job, index, ended, start=start, state=state, checked=checked)
             start = None
             if job.records.stop.requested:
                 return
@@ -85,11 +86,14 @@ async def run_all(job: Job, start: Path | None, state: Json, *, ahead: bool = Tr
         await job.close()
 
 
-async def run_stage(job: Job, index: int, before: StageEnd, *, start: Path | None, state: Json) -> StageEnd:
-    """One stage, from its beginning or from a checkpoint; its models and optimizers end with it."""
+async def run_stage(
+    job: Job, index: int, before: StageEnd, *, start: Path | None, state: Json, checked: bool
+) -> StageEnd:
+    """One stage, from its beginning or from a checkpoint; its models and optimizers end with it. checked: its models
+    were just now; an earlier stage may have changed the folders of those of a later one."""
     try:
         with of_stage(job.loaded.names, index):
-            return await _run_stage(job, index, before, start=start, state=state)
+            return await _run_stage(job, index, before, start=start, state=state, checked=checked)
     except (RuntimeError, MemoryError, WhetError) as error:
         if not ran_out(error):
             raise
@@ -97,7 +101,9 @@ async def run_stage(job: Job, index: int, before: StageEnd, *, start: Path | Non
         raise WhetError(out_of_memory(job.plans[index], name, str(error))) from error
 
 
-async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | None, state: Json) -> StageEnd:
+async def _run_stage(
+    job: Job, index: int, before: StageEnd, *, start: Path | None, state: Json, checked: bool
+) -> StageEnd:
     timeline, done = job.records.directory.timeline, None
     timeline.at = job.loaded.names[index], state["step"] if start else 0
     with ExitStack() as ranks:  # they end with the stage, also where it cannot begin
@@ -105,7 +111,8 @@ async def _run_stage(job: Job, index: int, before: StageEnd, *, start: Path | No
             await give_back(job.models, job.plans[index])
             begun = job.begun.pop(index, None) or await begin(job, index)
             begun.context.monitor.begin()
-            check(job, begun)
+            if not checked:
+                check(job, begun)
             tell(begun, job.tokenizer)
             stage, profiler = open_stage(job, begun, before, ranks)
             if start is not None:
