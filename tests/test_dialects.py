@@ -727,6 +727,23 @@ def test_keys_of_one_feature_are_refused_together():
     }
 
 
+def test_a_feature_that_is_refused_has_each_reason_of_its_keys_once():
+    why = {"a": "A is one.", "b": "B is two. It is more.", "c": "A is one.", "d": ""}
+    rows = tuple(
+        replace(coming(f"net.{key}", "nets", default=0), reason=reason) for key, reason in why.items()
+    )
+    made = translate(
+        {"net": dict.fromkeys(why, 1)},
+        Dialect(name="two", rows=rows, functions=FUNCTIONS.__getitem__),
+        origins={("net", key): f"f:{n}" for n, key in enumerate(why)},
+    )
+    text = (
+        "net.a: got 1; coming, not built yet: nets: A is one; also asked for by net.c=1 (f:2); net.b=1 (f:1): B is "
+        "two. It is more; net.d=1 (f:3)"
+    )
+    assert made.unbuilt == (("f:0", text),)
+
+
 def test_an_override_is_not_blamed_for_anothers_fault():
     """The complaint names a key that only the default sets; the key that is given plays no part in it."""
 

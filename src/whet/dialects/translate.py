@@ -209,7 +209,9 @@ def _check(file: Reading, row: Row) -> None:
             text = f"{dotted(found.path)}: got {shown(found.value)}; {_refusal(row, accepted)}"
             if row.status == "coming":
                 key, value = dotted(found.path), shown(found.value)
-                file.unbuilt.append(Missing(file.places[found.at], text, row.area, key, value))
+                file.unbuilt.append(
+                    Missing(file.places[found.at], text, row.area, key, value, row.reason.rstrip("."))
+                )
             else:
                 file.problems.append((file.places[found.at], text))
 
@@ -223,7 +225,8 @@ def _counts(file: Reading, when: str) -> bool:
 
 
 def _by_feature(missing: Sequence[Missing]) -> Iterator[tuple[str, str]]:
-    """(place, text), one for each feature that is asked for, however many keys ask for it."""
+    """(place, text), one for each feature that is asked for, however many keys ask for it. A reason that several keys
+    have is told once."""
     asked: dict[str, list[Missing]] = {}
     for one in dict.fromkeys(missing):
         asked.setdefault(one.area or one.text, []).append(one)
@@ -234,8 +237,17 @@ def _by_feature(missing: Sequence[Missing]) -> Iterator[tuple[str, str]]:
             yield ones[0].place, ones[0].text
             continue
         first, *others = ones
-        asks = [f"{one.key}={one.value}" + (f" ({one.place})" if one.place else "") for one in others]
-        text = f"{first.key}: got {first.value}; coming, not built yet: {area}; also asked for by {', '.join(asks)}"
+        asks: dict[str, list[str]] = {first.reason: []}
+        for one in others:
+            asked_by = f"{one.key}={one.value}" + (f" ({one.place})" if one.place else "")
+            asks.setdefault(one.reason, []).append(asked_by)
+        told = (
+            ", ".join(keys) + (f": {reason}" if reason and reason != first.reason else "")
+            for reason, keys in asks.items()
+            if keys
+        )
+        what = f"{area}: {first.reason}" if first.reason else area
+        text = f"{first.key}: got {first.value}; coming, not built yet: {what}; also asked for by {'; '.join(told)}"
         yield first.place, text
 
 

@@ -30,6 +30,8 @@ class Missing:
     key: str = ""
     """What asks for it, and with which value."""
     value: str = ""
+    reason: str = ""
+    """Beside the feature, as the table has it."""
 
 
 @dataclass
