@@ -182,6 +182,24 @@ def test_a_call_that_runs_alone_and_a_large_one_are_not_sent_ahead(lane: Lane) -
     assert lane.guard.queue[0].number == 3
 
 
+def test_an_idle_worker_gets_no_call_while_as_many_as_may_be_at_work_are(lane: Lane) -> None:
+    lane.queue(1)
+    lane.heard()
+    lane.answer(1)
+    near, far = socket.socketpair()
+    other = nursery.Worker((1 << 22) + 1, 1, near, OutputPipe(lane.pipe[0], 64, b"mark"))
+    other.calls.append(nursery.PendingCall(2, 10.0, 1, b"[0,{}]"))
+    lane.guard.workers.append(other)
+    lane.guard.queue.append(nursery.PendingCall(3, 10.0, 0, b"[0,{}]"))
+    assert lane.heard() == []
+    other.calls.clear()
+    before = time.monotonic()
+    assert lane.heard() == [3]
+    assert lane.worker.began >= before  # its time begins now, not when it was last at work
+    near.close()
+    far.close()
+
+
 def test_what_a_worker_that_ends_has_not_answered_is_next_again(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,10 +106,10 @@ class Worker:
         return self.began + self.calls[0].timeout_s
 
     def takes(self, call: PendingCall) -> bool:
-        """Whether it may have this call behind those that it has."""
+        """Whether it may have this call behind those that it has. One that is idle waits for its turn to start."""
         return (
             self.function == call.function
-            and len(self.calls) < self.room
+            and 0 < len(self.calls) < self.room
             and sum(len(c.body) for c in self.calls) + len(call.body) <= _AHEAD_BYTES
             and not call.alone
         )
