@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -99,6 +100,23 @@ def test_what_a_call_prints_is_its_own(workers: int) -> None:
     for n, (count, result) in enumerate(zip(counts, results, strict=True)):
         text = f"{n % 100}," * count
         assert (result.output, result.dropped_bytes) == (text[:1000], len(text[1000:])), n
+
+
+def fills_a_pipe_that_does_not_block(value: float) -> float:
+    if value == 5:
+        os.set_blocking(1, False)
+        for piece in (b"x" * 4096, b"x"):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(1, piece)
+    return value
+
+
+def test_a_call_that_leaves_no_room_for_its_mark_has_its_value() -> None:
+    with Jail({"fills": lambda: fills_a_pipe_that_does_not_block}) as jail:
+        results = ask(jail, "fills", [{"value": float(n)} for n in range(20)])
+    assert [(r.failure, r.parts) for r in results] == [(None, {"score": float(n)}) for n in range(20)]
+    assert [n for n, r in enumerate(results) if r.output] == [5]
 
 
 class Lane:

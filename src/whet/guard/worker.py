@@ -80,13 +80,19 @@ def serve(
         reply = refused or run(function.call, body, memory_mb=memory_mb, tell=home.tell)
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
-        reply["fit"] = fit = home.restore()
+        reply["fit"] = fit = home.restore() and written_at_once(mark)
         reply["cut"] = sum(stream.take_cut() for stream in home.outputs)
-        if fit:
-            os.write(1, mark)
         channel.sendall(frames.pack(call, json.dumps(reply).encode()))
         if not fit or out_of_resources(reply):  # the calls that were sent ahead are for another process
             return
+
+
+def written_at_once(mark: bytes) -> bool:
+    """Whether the mark is in the pipe of what is printed. A call may have made that non-blocking, and filled it."""
+    try:
+        return os.write(1, mark) == len(mark)
+    except OSError:
+        return False
 
 
 def shut_in(function: Guarded) -> dict[str, object] | None:
