@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
 import sys
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hostile
-from whet.guard import frames, nursery
+from whet.guard import confine, frames, nursery
 from whet.guard.jail import CallResult, Jail, RewardCall
 from whet.guard.output import OutputPipe
 from whet.guard.worker import Guarded
@@ -285,3 +286,50 @@ def test_output_is_cut_at_its_marks_however_it_is_read(
     os.close(into)
     os.close(out)
     assert (found, rest) == (want, (b"ab"[:most], len(b"ab"[most:])))
+
+
+def naps(value: float, nap: float) -> float:
+    time.sleep(nap)
+    return value
+
+
+def kill_nursery(jail: Jail) -> None:
+    """Returns when it has ended."""
+    (pid,) = confine.children(jail._keeper)
+    os.kill(pid, signal.SIGKILL)
+    while pid in confine.children(jail._keeper):
+        time.sleep(0.001)
+
+
+def suspected(jail: Jail, *, calls: int, nap: float, kill_again: bool = False) -> list[int]:
+    """Kill the nursery while it has these calls. The numbers of those that then ran alone."""
+    alone, finish = [], jail._finish
+
+    def finished(number: int, result: CallResult) -> None:
+        if number == jail._alone:
+            alone.append(number)
+        finish(number, result)
+        if kill_again and len(alone) == 1:
+            kill_nursery(jail)
+
+    async def main() -> list[CallResult]:
+        jail._finish = finished  # type: ignore[method-assign]
+        arguments = [json.dumps({"value": float(n), "nap": nap}) for n in range(calls)]
+        asked = asyncio.ensure_future(
+            jail.call_many([RewardCall(function="naps", arguments=a) for a in arguments])
+        )
+        await asyncio.sleep(0.1)
+        kill_nursery(jail)
+        async with asyncio.timeout(30):
+            return await asked
+
+    assert [(r.failure, r.parts) for r in asyncio.run(main())] == [
+        (None, {"score": float(n)}) for n in range(calls)
+    ]
+    return alone
+
+
+def test_a_nursery_that_ends_between_two_suspects_suspects_none_twice() -> None:
+    with Jail({"naps": lambda: naps}) as jail:
+        alone = suspected(jail, calls=20, nap=0.02, kill_again=True)
+    assert len(set(alone)) == len(alone)

@@ -297,8 +297,8 @@ class Jail:
         self._channel = await asyncio.to_thread(self._connect)
         self._inbox.clear()
         if self._alone is None:
-            unsent = set(self._unsent)
-            sent = [number for number in self._pending if number not in unsent]
+            known = {*self._unsent, *self._suspects}
+            sent = [number for number in self._pending if number not in known]
             # Calls start in order: it was one of those that workers had.
             self._suspects.extend(sent[: self.workers * nursery.AHEAD])
         elif self._tries < _TRIES_ALONE:
