@@ -333,3 +333,8 @@ def test_a_nursery_that_ends_between_two_suspects_suspects_none_twice() -> None:
     with Jail({"naps": lambda: naps}) as jail:
         alone = suspected(jail, calls=20, nap=0.02, kill_again=True)
     assert len(set(alone)) == len(alone)
+
+
+def test_after_the_end_of_a_nursery_few_long_calls_run_alone() -> None:
+    with Jail({"naps": lambda: naps}, workers=2) as jail:
+        assert len(suspected(jail, calls=14, nap=0.15)) <= 1 + jail.workers

@@ -44,6 +44,8 @@ _CONNECT_S = 10.0
 _CLOSE_S = 5.0
 _MAX_DEATHS = 5
 _TRIES_ALONE = 3
+_LONG_S = 0.1
+"""A call that takes longer had no others behind it: of such calls each worker had one."""
 _NO_NURSERY = f"the processes that guard the rewards ended; {GO_ON}"
 _STOPPED = "the processes that guard the rewards are stopped (SIGSTOP); the same command resumes the run"
 
@@ -277,6 +279,10 @@ class Jail:
     def _finish(self, number: int, result: CallResult) -> None:
         if number == self._alone:
             self._alone, self._tries = None, 0
+            while result.seconds > _LONG_S and len(self._suspects) > self.workers:
+                self._unsent.appendleft(
+                    self._suspects.pop()
+                )  # alone, one after the other, they would take long
         pulse.beat("scoring")
         pending = self._pending.pop(number)
         batch = pending.batch
