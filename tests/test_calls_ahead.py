@@ -338,3 +338,17 @@ def test_a_nursery_that_ends_between_two_suspects_suspects_none_twice() -> None:
 def test_after_the_end_of_a_nursery_few_long_calls_run_alone() -> None:
     with Jail({"naps": lambda: naps}, workers=2) as jail:
         assert len(suspected(jail, calls=14, nap=0.15)) <= 1 + jail.workers
+
+
+def test_who_writes_marks_without_end_takes_no_memory_of_the_nursery() -> None:
+    out, into = os.pipe()
+    os.set_blocking(out, False)
+    pipe = OutputPipe(out, 4, b"mark")
+    for _ in range(100):
+        os.write(into, b"marks" * 1000)
+        pipe.read()
+    os.close(into)
+    assert len(pipe._whole) < 100
+    assert pipe.take(marked=True) == (b"", 0)
+    assert pipe.take(marked=False) == (b"s", 0)
+    os.close(out)

@@ -13,6 +13,10 @@ _BLOCK = 1 << 16
 _BLOCKS = 64
 """In one go, 4 MB: who prints without end must not hold up the others."""
 
+_MOST_WHOLE = 64
+"""Calls whose output has been read before their answers: more than a worker has. Code that finds its mark can write it
+without end."""
+
 
 class OutputPipe:
     """The reading end. Of each call it keeps the first `most` bytes, and counts the others."""
@@ -63,6 +67,8 @@ class OutputPipe:
         self._dropped += max(0, len(data) - room)
 
     def _close(self) -> None:
+        if len(self._whole) == _MOST_WHOLE:
+            return
         self._whole.append((bytes(self._kept), self._dropped))
         self._kept.clear()
         self._dropped = 0
