@@ -235,6 +235,33 @@ def test_what_a_worker_that_ends_has_not_answered_is_next_again(
     lane.far = socket.socket()
 
 
+def test_a_channel_holds_what_is_sent_ahead(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = socket.socketpair()
+    pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    monkeypatch.setattr(nursery.socket, "socketpair", lambda: pair)
+    monkeypatch.setattr(nursery, "fork", lambda _: 1 << 22)
+    w = nursery.Nursery.spawn(lane.guard, 0)
+    assert w.channel.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= 4 * nursery._AHEAD_BYTES
+    w.channel.close()
+    os.close(w.output.fd)
+
+
+def test_a_channel_that_took_half_a_message_is_not_used_again(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nursery.confine, "sweep", lambda *_: None)
+    lane.worker.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    lane.worker.channel.settimeout(0.05)
+    lane.queue(1)
+    lane.heard()
+    lane.answer(1)
+    lane.guard.queue.extend(nursery.PendingCall(2 + n, 10.0, 0, bytes(1000)) for n in range(30))
+    lane.guard.dispatch()
+    lane.guard.ahead()
+    assert lane.guard.workers == []
+    assert [call.number for call in lane.guard.queue] == list(range(2, 32))
+
+
 def forges(value: float) -> float:
     """Answers the calls after its own, by the numbers that it would give them."""
     for fd in range(3, 64):

@@ -57,6 +57,8 @@ _AHEAD_BYTES = 2**15
 """Their arguments together: a fraction of what a channel holds, so that sending never waits."""
 _PAUSE_S = 0.0005
 """Between looks at workers that have calls ahead: their answers are read together."""
+_CHANNEL_BYTES = 4 * _AHEAD_BYTES
+"""What a channel to a worker holds: the arguments, and what the system adds to each message. macOS's holds 8 KiB."""
 _MAX_PROCESSES = 64
 _NO_ANSWER = "bytes that are not an answer"
 _MOST_LEVELS = 8
@@ -378,14 +380,16 @@ class Nursery:
         w.calls.append(work)
         try:
             w.channel.sendall(frames.pack(work.number, work.body))
-        except OSError:
-            if len(w.calls) == 1:  # it ended while idle, through something an earlier call left
+        except OSError as error:
+            # It ended while idle, through something an earlier call left; or half a message is in its channel. Of one
+            # that ended at work `hear` will hear, after its answers.
+            if len(w.calls) == 1 or isinstance(error, TimeoutError):
                 self.end(w)
-            # else `hear` will hear that it has ended
 
     def spawn(self, function: int) -> Worker:
         ours, theirs = socket.socketpair()
         ours.settimeout(_BEAT_S)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CHANNEL_BYTES)
         try:
             out, into = os.pipe()
         except OSError:
