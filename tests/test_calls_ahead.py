@@ -132,10 +132,12 @@ class Lane:
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[0], False)
         self.worker = nursery.Worker(1 << 22, 0, near, OutputPipe(self.pipe[0], 64, b"mark"))
-        monkeypatch.setattr(
-            self.guard, "spawn", lambda _: self.guard.workers.append(self.worker) or self.worker
-        )
+        monkeypatch.setattr(self.guard, "spawn", self.spawn)
         monkeypatch.setattr(self.guard, "unhoused", lambda _: False)
+
+    def spawn(self, _: int) -> nursery.Worker:
+        self.guard.workers.append(self.worker)
+        return self.worker
 
     def queue(self, count: int, **more: Any) -> None:
         first = len(self.guard.queue)
