@@ -172,6 +172,21 @@ def test_a_server_that_has_too_many_requests_for_too_long_is_told_so() -> None:
         asked(saying(b"{}", status=429), answer=1.0)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+        "The server had an error while processing your request.",
+    ],
+    ids=["0.32", "0.33"],
+)
+def test_a_vllm_whose_engine_has_died_is_lost_and_what_it_was_asked_is_not_at_fault(message: str) -> None:
+    """`EngineDeadError` of vLLM: it is started again. As an error of the call it ended the run in a weight sync."""
+    error = {"message": message, "type": "InternalServerError", "param": None, "code": 500}
+    with pytest.raises(Unreachable, match="refused for it with status 500"):
+        asked(saying(json.dumps({"error": error}).encode(), status=500))
+
+
 @pytest.mark.parametrize("events", [False, True])
 @pytest.mark.parametrize("status", [301, 302, 307])
 def test_a_server_that_points_elsewhere_is_not_followed(status: int, events: bool) -> None:

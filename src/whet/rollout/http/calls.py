@@ -26,8 +26,8 @@ TOO_MANY = 429
 BUSY_S, MOST_BUSY_S = 0.5, 16.0
 """The first pause and the longest, where it does not say how long (`Retry-After`, in seconds); none is
 shorter than the first: a server that says 0 would be asked thousands of times a second."""
-DEAD = "EngineCore encountered an issue"
-"""What vLLM answers when the process that computes has died."""
+DEAD = ("EngineCore encountered an issue", "The server had an error while processing your request")
+"""What vLLM answers when the process that computes has died: until 0.32, and since 0.33."""
 KEPT_S = 2.0
 """An idle connection is closed here before vLLM closes it (after 5 s): a call over one that is being closed is lost."""
 MOST_VERSION = 40
@@ -208,7 +208,7 @@ class Calls:
             told += "; give its token as rollout.server.token"
         if where := said.headers.get("Location"):
             told += f"; it points to {words(where, MOST_TOLD)}, which is not followed: give the server's own address"
-        if said.status == 503 or DEAD in message:
+        if said.status == 503 or any(text in message for text in DEAD):
             return Unreachable(told)
         return (RequestError if said.status in (400, 422) else WhetError)(told)
 
