@@ -147,6 +147,39 @@ def test_a_server_with_too_many_requests_is_asked_again(
     assert not answers
 
 
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (
+            {"error": {"message": "The engine is currently busy and cannot accept new requests. Please ..."}},
+            True,
+        ),
+        ({"error": {"message": "The engine has reached its prefill token backlog limit. Please ..."}}, True),
+        ({"error": {"message": "Generation is paused. Please retry after it resumes."}}, True),
+        ({"object": "error", "message": "The request queue is full.", "code": 503}, True),
+        ({"error": {"message": "no healthy upstream"}}, False),
+    ],
+    ids=["requests", "tokens", "paused", "sglang", "lost"],
+)
+def test_a_full_queue_is_no_lost_server(
+    error: dict[str, Any], full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM and SGLang refuse with status 503 what their queue has no place for; the server was given up, and killed
+    where the run had started it."""
+    monkeypatch.setattr(module, "BUSY_S", 0.01)
+    answers = [saying(json.dumps(error).encode(), status=503), saying(b'{"a": 1}')]
+
+    async def so(http: web.Request) -> web.Response:
+        made: web.Response = await answers.pop(0)(http)
+        return made
+
+    if full:
+        assert asked(so) == {"a": 1}
+        return
+    with pytest.raises(Unreachable, match="no healthy upstream"):
+        asked(so)
+
+
 def test_a_server_with_too_many_requests_is_not_flooded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that no pause is needed, and is given one all the same."""
     paused: list[float] = []

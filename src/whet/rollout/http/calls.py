@@ -23,6 +23,15 @@ PAUSES_S = (0.1, 0.5)
 """Before each repetition of a call whose connection was lost."""
 TOO_MANY = 429
 """The status of a server that has done nothing of what it was asked, and is to be asked again later."""
+UNAVAILABLE = 503
+FULL = (
+    "The engine is currently busy and cannot accept new requests",
+    "The engine has reached its prefill token backlog limit",
+    "Generation is paused. Please retry after it resumes",
+    "The request queue is full",
+)
+"""What vLLM (--max-num-queued-reqs, --max-num-queued-tokens, a pause) and SGLang (--max-queued-requests) say with
+UNAVAILABLE where they mean the same; any other server with this status is lost."""
 BUSY_S, MOST_BUSY_S = 0.5, 16.0
 """The first pause and the longest, where it does not say how long (`Retry-After`, in seconds); none is
 shorter than the first: a server that says 0 would be asked thousands of times a second."""
@@ -182,10 +191,11 @@ class Calls:
                         if said.status == 200:
                             yield said
                             return
-                        if said.status != TOO_MANY:
-                            raise await self._refused(call, said)
+                        message = await self._message(call, said)
+                        if not _busy(said.status, message):
+                            raise self._refused(call, said, message)
                         wanted = said.headers.get("Retry-After", "")
-                    busy = f", only that it has too many requests (status {TOO_MANY}),"
+                    busy = f", only that it has too many requests (status {said.status}),"
                     await asyncio.sleep(max(BUSY_S, float(wanted)) if wanted.isdecimal() else pause_s)
                     pause_s = min(2 * pause_s, MOST_BUSY_S)
         except TimeoutError as error:
@@ -197,18 +207,21 @@ class Calls:
                 f"{self.url} does not answer when asked {call.what}: {type(error).__name__}: {error}"
             ) from error
 
-    async def _refused(self, call: Call, said: aiohttp.ClientResponse) -> WhetError:
+    async def _message(self, call: Call, said: aiohttp.ClientResponse) -> str:
+        """What an error says."""
         text = (await self._whole(call, said)).decode("utf-8", "replace")
         try:
-            message = _message(json.loads(text))
+            return _message(json.loads(text))
         except (ValueError, RecursionError):
-            message = words(text, MOST_TOLD)
+            return words(text, MOST_TOLD)
+
+    def _refused(self, call: Call, said: aiohttp.ClientResponse, message: str) -> WhetError:
         told = f"{self.url} refused {call.what} with status {said.status}: {message}"
         if said.status in (401, 403):
             told += "; give its token as rollout.server.token"
         if where := said.headers.get("Location"):
             told += f"; it points to {words(where, MOST_TOLD)}, which is not followed: give the server's own address"
-        if said.status == 503 or any(text in message for text in DEAD):
+        if said.status == UNAVAILABLE or any(text in message for text in DEAD):
             return Unreachable(told)
         return (RequestError if said.status in (400, 422) else WhetError)(told)
 
@@ -257,6 +270,10 @@ def allow_files() -> None:
     wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _busy(status: int, message: str) -> bool:
+    return status == TOO_MANY or (status == UNAVAILABLE and any(text in message for text in FULL))
 
 
 def _message(said: Any) -> str:
