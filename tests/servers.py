@@ -531,8 +531,10 @@ class SglangServer(Server):
         assert body["logprob_start_len"] == 0
         top = body["top_logprobs_num"]
         found = await self.scored(body["input_ids"], temperature=1.0, top=top)
-        rows = [[None, body["input_ids"][0], None]]
-        rows += [[value, token, None] for value, token in zip(found.logprobs, body["input_ids"][1:])]
+        last = self.engine.module.get_output_embeddings().out_features - 1
+        # `SchedulerLogprobResultProcessor` takes the last id for that of an image
+        told_ = [token if token < last else 0 for token in body["input_ids"]]
+        rows = [[value, token, None] for value, token in zip([None, *found.logprobs], told_)]
         info = {
             "finish_reason": {"type": "length", "length": 0},
             "completion_tokens": 0,

@@ -17,6 +17,7 @@ from asking import reply
 from servers import SglangServer
 from serving import sglang_engine
 from test_rollout_contract import END, LIMIT, PROMPT, module, run
+from tiny import VOCAB
 from whet import environment
 from whet.models import kernels
 from whet.rollout.engine import WeightUpdate, own_engine
@@ -309,6 +310,20 @@ def test_a_score_of_other_tokens_is_refused(server: SglangServer) -> None:
         server.fails["/generate"] = other
         with pytest.raises(WhetError, match="log-probs of 3 other tokens than the 3"):
             await engine.score([ScoreRequest(token_ids=(3, 4, 5, 6), start=1)])
+        await engine.close()
+
+    run(story())
+
+
+def test_the_last_token_of_the_vocabulary_is_scored(server: SglangServer) -> None:
+    """SGLang names it 0 in its answer (`SchedulerLogprobResultProcessor`, 0.5.21 to 0.5.23)."""
+    tokens = (3, VOCAB - 1, 5, VOCAB - 1)
+
+    async def story() -> None:
+        engine = await opened(server)
+        (score,) = await engine.score([ScoreRequest(token_ids=tokens, start=1)])
+        (own,) = await server.engine.score([ScoreRequest(token_ids=tokens, start=1)])
+        assert score.logprobs == own.logprobs
         await engine.close()
 
     run(story())

@@ -162,7 +162,8 @@ class SglangApi:
         with reading(name, SCORE):
             info = said["meta_info"]
             rows = info["input_token_logprobs"][request.start :]
-            if [row[1] for row in rows] != list(given):
+            # 0 stands for the last id of the vocabulary, too, whose log-prob is the right one
+            if len(rows) != len(given) or any(row[1] not in (token, 0) for row, token in zip(rows, given)):
                 raise WhetError(
                     f"{name} told log-probs of {len(rows)} other tokens than the {len(given)} it was given"
                 )
