@@ -510,13 +510,11 @@ class SglangServer(Server):
             info: dict[str, Any] = {"finish_reason": {"type": "abort", "message": "Abort in the test."}}
             return {"output_ids": so_far, "meta_info": {**info, "completion_tokens": len(so_far)}}
         rows = [[value, token, None] for token, value in zip(done.token_ids, before_filters(done, sampling))]
-        # SGLang looks at the limit before it looks at end tokens
-        reason = "length" if len(done.token_ids) == sampling.max_tokens else done.finish_reason
         matched = {"stop": {"matched": done.token_ids[-1]}, "length": {"length": len(done.token_ids)}}
         return {
             "output_ids": done.token_ids,
             "meta_info": {
-                "finish_reason": {"type": reason, **matched[reason]},
+                "finish_reason": {"type": done.finish_reason, **matched[done.finish_reason]},
                 "completion_tokens": len(done.token_ids),
                 "output_token_logprobs": rows,
                 "weight_version": str(done.spans[-1].version),

@@ -230,7 +230,8 @@ def test_a_reply_is_read() -> None:
 
 @pytest.mark.parametrize(("ends", "reason"), [({1}, "stop"), ({2}, "length"), (set(), "length")])
 def test_an_end_token_in_the_last_place_ends_a_reply(ends: set[int], reason: str) -> None:
-    """SGLang looks at the limit of tokens first, and tells `length` of such a reply."""
+    """Whatever is looked at first: SGLang 0.5.21 to 0.5.23 look at end tokens (`Req.update_finish_state`), older ones
+    at the limit of tokens, which tell `length` of such a reply."""
     full = said(finish_reason={"type": "length", "length": 3})
     assert completion(full, Sampling(max_tokens=3), ends=ends, name="it").finish_reason == reason
 

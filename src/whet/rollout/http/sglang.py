@@ -8,7 +8,6 @@ What is asked and what it means was read in the source of SGLang 0.5.21 to 0.5.2
   min_p; greedily, of the model's own. So `Completion.logprobs` is known with filters, and not with a penalty, and
   `Completion.sample_logprobs` the other way round.
 - `ignore_eos` switches every end token off, those of `stop_token_ids` too; otherwise the model's own end a reply, too.
-- The limit of tokens is looked at first: an end token in the last place that a reply has is told as 'length'.
 - `min_new_tokens` needs a tokenizer, which a server of token ids has not: end tokens are held back by `logit_bias`, in
   a request of their own for the first tokens.
 - `sampling_seed` is read with --enable-deterministic-inference alone, which cannot sample with min_p.
