@@ -36,6 +36,9 @@ from whet.types import (
 
 Handler = Callable[[Any], Awaitable[Any]]
 
+READ = {"/version", "/openapi.json", "/server_info", "/metrics", "/model_info", "/v1/models"}
+"""Paths that are asked with GET; servers answer 405 to another method than a path's own."""
+
 
 class Server(OnThread):
     """What all have: a thread with an event loop, requests by their ids, weights from a file, and faults."""
@@ -78,7 +81,8 @@ class Server(OnThread):
         self._ended = asyncio.Event()
         app = web.Application(client_max_size=1 << 26)
         for path, handler in self.routes().items():
-            app.router.add_route("*", path, self._answering(self._noting(path, handler)))
+            method = "GET" if path in READ else "POST"
+            app.router.add_route(method, path, self._answering(self._noting(path, handler)))
         self._runner = web.AppRunner(app, shutdown_timeout=5.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
@@ -199,6 +203,8 @@ class VllmServer(Server):
         self.adapters = False
         self.sleeps = True
         """It was started with --enable-sleep-mode."""
+        self.rejects = False
+        """Since 0.33 a pause that waits for replies (`wait`) lets no request in until it ends."""
         super().__init__(engine, port=port)
 
     def routes(self) -> dict[str, Handler]:
@@ -247,6 +253,8 @@ class VllmServer(Server):
     async def generate(self, body: dict[str, Any]) -> Any:
         given = dict(body["sampling_params"])
         assert body.get("model") == ("policy" if self.base else None)
+        if self.rejects:
+            return self.refusal(WhetError("Generation is paused. Please retry after it resumes."), 503)
         rid = f"generate-tokens-{body['request_id']}"
         if (top := given.pop("prompt_logprobs", None)) is not None:
             return await self._score(rid, body["token_ids"], top)
@@ -313,10 +321,12 @@ class VllmServer(Server):
         return self.answer("abort")
 
     async def pause(self, body: dict[str, Any]) -> Any:
-        await self.engine.pause({"wait": True, "keep": False}[body["mode"]])
+        self.rejects = body["mode"] == "wait"
+        await self.engine.pause(self.rejects)
         return self.answer("pause")
 
     async def resume(self, body: dict[str, Any]) -> Any:
+        self.rejects = False
         await self.engine.resume()
         return self.answer("resume")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -30,7 +31,7 @@ from whet.rollout.http.process import arguments
 from whet.rollout.http.served import HttpEngine
 from whet.rollout.http.supported import lacking, unfit
 from whet.rollout.http.versions import known
-from whet.rollout.http.vllm import completion
+from whet.rollout.http.vllm import FINISH, GENERATE, METRICS, RESUME, completion
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.requests import RequestError
 from whet.types import ConfigError, Sampling, ScoreRequest, VersionSpan, WhetError
@@ -271,6 +272,37 @@ def test_only_calls_that_may_be_repeated_are(server: VllmServer) -> None:
         with pytest.raises(Unreachable, match="for a reply"):
             await reply(engine, PROMPT, Sampling(max_tokens=3))
         assert [len(asked(server, path)) for path in left] == [2, 1]
+        await engine.close()
+
+    run(story())
+
+
+def test_a_reply_waits_for_the_end_of_a_pause_that_lets_nobody_in(
+    server: VllmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 refuses requests in such a pause (`EngineCoreProc._reject_add_while_paused`), 0.32 queued them."""
+    monkeypatch.setattr("whet.rollout.http.calls.BUSY_S", 0.01)
+
+    async def story() -> None:
+        engine = await opened(server)
+        await engine.calls.ask(FINISH, query={"mode": "wait"})
+        waiting = asyncio.create_task(reply(engine, PROMPT, Sampling(max_tokens=3)))
+        while not asked(server, GENERATE.path):
+            await asyncio.sleep(0.01)
+        await engine.calls.ask(RESUME)
+        assert len((await waiting).token_ids) == 3
+        assert len(asked(server, GENERATE.path)) > 1
+        await engine.close()
+
+    run(story())
+
+
+def test_the_double_takes_a_call_by_its_own_method_alone(server: VllmServer) -> None:
+    async def story() -> None:
+        engine = await opened(server)
+        for call in (replace(RESUME, method="GET"), replace(METRICS, method="POST")):
+            with pytest.raises(WhetError, match="status 405"):
+                await engine.calls.ask(call)
         await engine.close()
 
     run(story())
