@@ -342,12 +342,13 @@ def test_a_server_that_lacks_routes_or_fields_is_refused_with_what_to_do() -> No
 
 
 def test_settings_that_whet_cannot_work_with_are_refused() -> None:
-    config = read()["server_info"]["answer"]["vllm_config"]["model_config"]
-    assert unfit(config, speculative=None, max_context=127) == ""
-    assert "at least 129" in unfit(config, speculative=None, max_context=128)
-    raw = config | {"logprobs_mode": "raw_logprobs"}
-    assert "processed_logprobs" in unfit(raw, speculative=None, max_context=127)
-    assert "speculative" in unfit(config, speculative={"method": "ngram"}, max_context=127)
+    whole = read()["server_info"]["answer"]["vllm_config"]
+    assert unfit(whole, max_context=127) == ""
+    assert "at least 129" in unfit(whole, max_context=128)
+    raw = whole | {"model_config": whole["model_config"] | {"logprobs_mode": "raw_logprobs"}}
+    assert "processed_logprobs" in unfit(raw, max_context=127)
+    assert "speculative" in unfit(whole | {"speculative_config": {"method": "ngram"}}, max_context=127)
+    assert "watermark" in unfit(whole | {"watermark_config": {"algorithm": "gumbel"}}, max_context=127)
 
 
 def test_a_server_of_another_kind_is_refused(server: VllmServer) -> None:

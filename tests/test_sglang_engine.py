@@ -348,6 +348,7 @@ def test_versions(version: str, state: str) -> None:
         ({"max_req_input_len": LIMIT}, f"--context-length {LIMIT + 8}"),
         ({"speculative_algorithm": "EAGLE"}, "draft model"),
         ({"disaggregation_mode": "prefill"}, "apart"),
+        ({"enable_watermark": True}, "watermark"),
         ({"preferred_sampling_params": {"top_p": 0.9}}, "sampling settings of its own"),
         ({"enable_metrics": False}, "--enable-metrics"),
     ],

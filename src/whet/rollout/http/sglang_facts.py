@@ -55,6 +55,11 @@ SETTINGS: tuple[ServerSetting, ...] = (
         why="sampling settings of its own beside those of a request; start it without",
     ),
     ServerSetting(
+        name="enable_watermark",
+        fits=(None, False),
+        why="a watermark, which changes what is sampled and not the log-probs that are told; start it without",
+    ),
+    ServerSetting(
         name="enable_metrics",
         fits=(True,),
         why="no counts by which a server that hangs is found; start it with --enable-metrics",

@@ -67,10 +67,10 @@ async def detect(
         if lacks := lacking(openapi, adapters=adapters):
             raise ConfigError(f"{calls.url} (vLLM {version}) {lacks}")
         info = await calls.ask(INFO, query={"config_format": "json"})
-        config = info["vllm_config"]["model_config"]
-        speculative = info["vllm_config"].get("speculative_config")
-        wrong = unfit(config, speculative=speculative, max_context=max_context)
-        told = (info["vllm_config"].get("aux_output_config") or {}).get(EXPERTS)
+        whole = info["vllm_config"]
+        config = whole["model_config"]
+        wrong = unfit(whole, max_context=max_context)
+        told = (whole.get("aux_output_config") or {}).get(EXPERTS)
         if experts and told is False:
             wrong = wrong or NO_EXPERTS
         found = Detected(version, sleeps=bool(config.get("enable_sleep_mode")))
@@ -100,8 +100,9 @@ def lacking(openapi: Any, *, adapters: bool = False) -> str:
     return f"does not have {', '.join(without)}; use vLLM {VLLM}" if without else ""
 
 
-def unfit(config: Mapping[str, Any], *, speculative: Any, max_context: int) -> str:
-    """What of its settings whet cannot work with, and what to do; empty: nothing."""
+def unfit(whole: Mapping[str, Any], *, max_context: int) -> str:
+    """What of its settings (`VllmConfig`) whet cannot work with, and what to do; empty: nothing."""
+    config = whole["model_config"]
     if config["logprobs_mode"] != "processed_logprobs":
         return (
             f"was started with --logprobs-mode {config['logprobs_mode']}, whose log-probs are not those of the "
@@ -112,9 +113,14 @@ def unfit(config: Mapping[str, Any], *, speculative: Any, max_context: int) -> s
             f"was started with --max-model-len {config['max_model_len']}, and rollouts have up to {max_context} "
             f"tokens; start it with at least {max_context + 1}"
         )
-    if speculative:
+    if whole.get("speculative_config"):
         return (
             "was started with speculative decoding, whose draft model gets no new weights; start it without"
+        )
+    if whole.get("watermark_config"):
+        return (
+            "was started with a watermark, which changes what is sampled and not the log-probs that are told; start it "
+            "without --watermark-config"
         )
     return ""
 
