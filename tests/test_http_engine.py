@@ -318,6 +318,9 @@ def test_the_double_takes_a_call_by_its_own_method_alone(server: VllmServer) -> 
         ("0.32.0+cpu", "seen"),
         ("0.31.2", "refused"),
         ("0.33.1", "unseen"),
+        ("0.34.0rc1", "unseen"),
+        ("0.33.0rc2", "unseen"),
+        ("0.32.0rc1", "unseen"),
         ("1.0", "unseen"),
     ],
 )
