@@ -4,7 +4,7 @@
 It samples for what needs no weight sync: `whet eval` of a model that it serves. Instead of a sync, the log-probs that
 it tells of a few replies are compared with those of the model here: what it serves is proved, not believed.
 
-Sources: vLLM's `entrypoints/openai/completion/protocol.py` (main, November 2026: `CompletionRequest`, and what a chunk
+Sources: vLLM's `entrypoints/openai/completion/{protocol,serving}.py` (0.33.0: `CompletionRequest`, and what a chunk
 has), SGLang's `srt/entrypoints/openai/{protocol,serving_completions}.py` (0.5.23).
 
 - A reply is always streamed: no route tells whether a request gets on, so its tokens are counted as they come.
