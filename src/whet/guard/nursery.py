@@ -85,6 +85,9 @@ class PendingCall:
     body: bytes
     alone: bool = False
     """Run it in a new worker: it has ended a used one, which may have been another call's doing."""
+    marked: bool = False
+    """A mark ends what it prints, so that others may be sent behind it. Without one, which wakes this process, too, an
+    answer costs less."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +115,7 @@ class Worker:
         return (
             self.function == call.function
             and 0 < len(self.calls) < self.room
+            and self.calls[-1].marked
             and sum(len(c.body) for c in self.calls) + len(call.body) <= _AHEAD_BYTES
             and not call.alone
         )
@@ -323,7 +327,7 @@ class Nursery:
     def answer(self, w: Worker, reply: dict[str, object], seconds: float, *, fit: bool = False) -> None:
         """Answer the call that `w` runs with `reply`, what it printed, and how long it took; then its next one runs.
         fit: it takes another one."""
-        printed, dropped = w.output.take(marked=fit)
+        printed, dropped = w.output.take(marked=fit and w.calls[0].marked)
         reply["seconds"] = seconds
         reply["output"] = printed.decode(errors="replace")
         cut = reply.pop("cut", 0)
@@ -377,9 +381,12 @@ class Nursery:
         self.send(w, work)
 
     def send(self, w: Worker, work: PendingCall) -> None:
+        work.marked = w.room > 1
         w.calls.append(work)
         try:
-            w.channel.sendall(frames.pack(work.number, work.body))
+            w.channel.sendall(
+                frames.pack(work.number, (worker.MARKED if work.marked else worker.UNMARKED) + work.body)
+            )
         except OSError as error:
             # It ended while idle, through something an earlier call left; or half a message is in its channel. Of one
             # that ended at work `hear` will hear, after its answers.

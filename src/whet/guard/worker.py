@@ -42,6 +42,8 @@ class Guarded:
     """Its process ends after one call: what a reply has changed there judges no other reply."""
 
 
+MARKED, UNMARKED = b"m", b"u"
+"""Head of a call: whether a mark ends what it prints. The rest is the key and the arguments, as JSON."""
 MAX_ANSWER = 2000
 """Characters of an answer."""
 _MAX_PARTS = 4096
@@ -62,7 +64,7 @@ def serve(
     channel: socket.socket, function: Guarded, memory_mb: int, max_output_bytes: int, mark: bytes
 ) -> None:
     """Answer calls from `channel`, one after the other, until it closes. Stdout and stderr already lead to the nursery,
-    which keeps the first `max_output_bytes` of a call; `mark` is written there between calls."""
+    which keeps the first `max_output_bytes` of a call; `mark` is written there after a call that asks for it."""
     me = os.getpid()
     os.register_at_fork(
         after_in_child=channel.close
@@ -77,10 +79,10 @@ def serve(
             call, body = frames.receive(channel)
         except EOFError:
             return
-        reply = refused or run(function.call, body, memory_mb=memory_mb, tell=home.tell)
+        reply = refused or run(function.call, body[1:], memory_mb=memory_mb, tell=home.tell)
         if os.getpid() != me:  # foreign code forked, and its copy came back here
             os._exit(0)
-        reply["fit"] = fit = home.restore() and written_at_once(mark)
+        reply["fit"] = fit = home.restore() and (body[:1] == UNMARKED or written_at_once(mark))
         reply["cut"] = sum(stream.take_cut() for stream in home.outputs)
         channel.sendall(frames.pack(call, json.dumps(reply).encode()))
         if not fit or out_of_resources(reply):  # the calls that were sent ahead are for another process
