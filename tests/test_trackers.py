@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.machinery
+import io
 import itertools
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -49,6 +51,17 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleTyp
     return module
 
 
+def ask_for_key(error: Exception) -> None:
+    """What wandb 0.31 and swanlab 0.10 do without a key: they ask for it, where they see a terminal."""
+    try:
+        terminal = os.isatty(sys.stdin.fileno())
+    except io.UnsupportedOperation:  # swanlab takes such a stream for a terminal
+        terminal = True
+    if terminal:
+        raise AssertionError("it waits for somebody at the keyboard")
+    raise error
+
+
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Notes of a twin of wandb: what init was given, what was logged, the x-axis of every metric."""
@@ -68,7 +81,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def init(**given: Any) -> Run:
         if notes.error:
-            raise Error(notes.error)
+            ask_for_key(Error(notes.error))
         notes.inits.append(given)
         return Run()
 
@@ -85,7 +98,7 @@ def swanlab(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def init(**given: Any) -> None:
         if notes.error:
-            raise notes.error
+            ask_for_key(notes.error)
         notes.inits.append(given)
 
     def finish() -> None:
@@ -429,6 +442,25 @@ def test_trackio_is_told_what_the_run_is_and_every_number(trackio: SimpleNamespa
     columns, data = trackio.logs[2][1]["rollout/samples"]
     assert dict(zip(columns, data[0])) == {**ROLLOUTS[0], "answer": "[1]"}
     assert trackio.finished == 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_no_tracker_asks_for_its_key_at_a_terminal(
+    name: str,
+    wandb: SimpleNamespace,
+    swanlab: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The question would be under the live display, and the run would wait for an answer."""
+    wandb.error, swanlab.error = "no key", RuntimeError("no key")
+    master, slave = os.openpty()
+    with open(master, "wb", buffering=0), open(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        key = {"wandb": "WANDB_API_KEY", "swanlab": "SWANLAB_API_KEY"}[name]
+        with pytest.raises(ConfigError, match=rf"{name} could not start: no key; .*\({key}\)"):
+            start(tmp_path, config(name))
+        assert sys.stdin is terminal
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow"])

@@ -19,6 +19,7 @@ from http import HTTPStatus
 from math import inf
 
 from whet.config.secrets import dump
+from whet.config.trackers import TRACKERS
 from whet.config.tree import leaves
 from whet.secrets import redact_tree
 from whet.track.sinks import Sinks
@@ -287,8 +288,8 @@ class Mlflow:
 
 def _refused(name: str, instead: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"track.trackers: {name} could not start: {error}; check its settings and keys in the environment, or write "
-        f"only on this machine (track.arguments.{name}: {instead})"
+        f"track.trackers: {name} could not start: {error}; check its settings and its key in the environment "
+        f"({TRACKERS[name].secret}), or write only on this machine (track.arguments.{name}: {instead})"
     )
 
 

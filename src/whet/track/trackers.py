@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -192,7 +193,7 @@ def _made(name: str, sinks: Sinks) -> Tracker:
     given = sinks.cfg.track.arguments.get(name, {})
     pulse.beat(f"{name} (track.trackers), as it is made")
     try:
-        with interrupted_after(CALL_S) as late, owned(f"track.trackers {name}"):
+        with interrupted_after(CALL_S) as late, owned(f"track.trackers {name}"), _unanswered():
             made = load_object(at, what="track.trackers")(sinks, **given)
     except TypeError as e:
         asked = ", ".join(["sinks", *(f"{key}=..." for key in given)])
@@ -208,6 +209,19 @@ def _made(name: str, sinks: Sinks) -> Tracker:
     if not isinstance(made, Tracker):
         raise ConfigError(f"track.trackers {name}: expected a class with the methods log and close")
     return made
+
+
+@contextmanager
+def _unanswered() -> Iterator[None]:
+    """A package that lacks a key asks for it where standard input is a terminal: under the live display nobody sees
+    that, and the run waits. Without a terminal it says at once what is missing. It looks at the descriptor."""
+    given = sys.stdin
+    with open(os.devnull) as nobody:
+        sys.stdin = nobody
+        try:
+            yield
+        finally:
+            sys.stdin = given
 
 
 @contextmanager
