@@ -113,7 +113,8 @@ def swanlab(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def trackio(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    notes = SimpleNamespace(inits=[], logs=[], finished=0, error=None)
+    """As Python ends, trackio ends the run that is current (`current`) once more."""
+    notes = SimpleNamespace(inits=[], logs=[], finished=0, error=None, current=None)
 
     class Run:
         def log(self, numbers: dict[str, Any], step: int) -> None:
@@ -126,9 +127,14 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if notes.error:
             raise notes.error
         notes.inits.append(given)
-        return Run()
+        notes.current = Run()
+        return notes.current
 
-    put(monkeypatch, "trackio", init=init, Table=lambda columns, data: (columns, data))
+    def finish() -> None:
+        notes.current.finish()
+        notes.current = None
+
+    put(monkeypatch, "trackio", init=init, finish=finish, Table=lambda columns, data: (columns, data))
     return notes
 
 
@@ -423,7 +429,9 @@ def test_trackio_is_told_what_the_run_is_and_every_number(trackio: SimpleNamespa
     tracker = start(tmp_path, cfg)
     tracker.log("main", 4, metrics={"reward/mean": 0.5}, timings={"time/step_s": 2.0})
     tracker.show("main", 4, ROWS)  # type: ignore[attr-defined]
+    tracker.show_rollouts("main", 5, ROLLOUTS)  # type: ignore[attr-defined]
     tracker.close()
+    assert (trackio.finished, trackio.current) == (1, None)
     start(tmp_path, cfg, number=1)
     start(tmp_path / "anew", cfg, number=2)
     first, again, other = (given.pop("name") for given in trackio.inits)
@@ -438,10 +446,8 @@ def test_trackio_is_told_what_the_run_is_and_every_number(trackio: SimpleNamespa
     assert trackio.logs[0] == (4, {"reward/mean": 0.5, "time/step_s": 2.0})
     columns, data = trackio.logs[1][1]["eval/samples"]
     assert dict(zip(columns, data[0]))["reply"] == ROWS[0]["reply"]
-    tracker.show_rollouts("main", 5, ROLLOUTS)  # type: ignore[attr-defined]
     columns, data = trackio.logs[2][1]["rollout/samples"]
     assert dict(zip(columns, data[0])) == {**ROLLOUTS[0], "answer": "[1]"}
-    assert trackio.finished == 1
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])

@@ -154,7 +154,7 @@ class Trackio:
             )
         except (OSError, RuntimeError, TypeError, ValueError) as e:
             raise _refused("trackio", "no space_id and no server_url", e) from e
-        self._table, self._prefix = trackio.Table, sinks.prefix
+        self._trackio, self._prefix = trackio, sinks.prefix
 
     def log(self, stage: str, step: int, *, metrics: Metrics, timings: Metrics) -> None:
         before = self._prefix(stage)
@@ -167,10 +167,10 @@ class Trackio:
         self._log_table(ROLLOUTS, stage, step, rows)
 
     def _log_table(self, name: str, stage: str, step: int, rows: Rows) -> None:
-        self._run.log({f"{self._prefix(stage)}{name}": self._table(**_columns(rows))}, step=step)
+        self._run.log({f"{self._prefix(stage)}{name}": self._trackio.Table(**_columns(rows))}, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        self._trackio.finish()  # Run.finish would leave the run current: trackio ends such a run again as Python ends
 
 
 class Mlflow:
