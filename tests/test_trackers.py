@@ -23,6 +23,7 @@ import pytest
 
 import whet
 from tiny import RUN
+from whet import secrets
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import Config, RewardWorkersConfig, TrackConfig
@@ -94,16 +95,19 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def swanlab(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    notes = SimpleNamespace(inits=[], logs=[], finished=0, error=None)
+    """runtimes: whether a run records the system, with the command line of the process (swanlab 0.10)."""
+    notes = SimpleNamespace(inits=[], runtimes=[], logs=[], finished=0, error=None)
 
     def init(**given: Any) -> None:
         if notes.error:
             ask_for_key(notes.error)
         notes.inits.append(given)
+        notes.runtimes.append(os.environ.get("SWANLAB_PROBE_RUNTIME", "true"))
 
     def finish() -> None:
         notes.finished += 1
 
+    monkeypatch.delenv("SWANLAB_PROBE_RUNTIME", raising=False)
     put(
         monkeypatch, "swanlab", init=init, finish=finish, Text=lambda text: ("text", text),
         log=lambda numbers, step: notes.logs.append((step, numbers)),
@@ -448,6 +452,20 @@ def test_trackio_is_told_what_the_run_is_and_every_number(trackio: SimpleNamespa
     assert dict(zip(columns, data[0]))["reply"] == ROWS[0]["reply"]
     columns, data = trackio.logs[2][1]["rollout/samples"]
     assert dict(zip(columns, data[0])) == {**ROLLOUTS[0], "answer": "[1]"}
+
+
+@pytest.mark.parametrize(
+    ("given", "records"), [("whet train a.yaml", "true"), ("whet token=sk-12345678", "false")]
+)
+def test_swanlab_does_not_record_a_command_line_with_a_secret(
+    given: str, records: str, swanlab: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads it from the system, where sys.argv without secrets changes nothing."""
+    (tmp_path / "cmdline").write_text(given.replace(" ", "\0"))
+    monkeypatch.setattr(remote, "_COMMAND_LINE", tmp_path / "cmdline")
+    secrets.learn("JUDGE_KEY", "sk-12345678")
+    start(tmp_path / "run", config("swanlab"))
+    assert swanlab.runtimes == [records]
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])

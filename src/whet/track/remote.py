@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from math import inf
+from pathlib import Path
 
 from whet.config.secrets import dump
 from whet.config.trackers import TRACKERS
 from whet.config.tree import leaves
-from whet.secrets import redact_tree
+from whet.secrets import redact, redact_tree
 from whet.track.sinks import Sinks
 from whet.types import ConfigError, Json, Metrics
 
@@ -40,6 +41,7 @@ _TAG_CHARS = 5000
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 """Of one request to an MLflow server, where the user has set nothing: by itself the package holds a step for minutes
 when the server answers 500, and for a quarter of an hour when it does not answer."""
+_COMMAND_LINE = Path("/proc/self/cmdline")
 _PAUSE_S = 60.0
 """Between attempts to reach an MLflow server that is away."""
 _MOST_WAITING = 10_000
@@ -102,6 +104,8 @@ class SwanLab:
 
         cfg = sinks.cfg
         labels = {"group": cfg.track.group, "tags": list(cfg.track.tags)}
+        if _is_secret_command():
+            os.environ["SWANLAB_PROBE_RUNTIME"] = "false"  # what it records there includes the command line
         try:
             swanlab.init(
                 project=cfg.track.project,
@@ -291,6 +295,15 @@ def _refused(name: str, instead: str, error: Exception) -> ConfigError:
         f"track.trackers: {name} could not start: {error}; check its settings and its key in the environment "
         f"({TRACKERS[name].secret}), or write only on this machine (track.arguments.{name}: {instead})"
     )
+
+
+def _is_secret_command() -> bool:
+    """Whether the command line of this process contains a secret: the system's, which is not sys.argv of `cli.main`."""
+    try:
+        given = _COMMAND_LINE.read_text(errors="replace").replace("\0", " ")
+    except OSError:  # not Linux
+        return False
+    return redact(given) != given
 
 
 def _is_refusal(error: Exception) -> bool:
