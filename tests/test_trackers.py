@@ -498,6 +498,34 @@ def test_a_tracker_that_cannot_start_says_what_to_do(
         start(tmp_path, config(name))
 
 
+TAKES = """
+import signal
+
+class Takes:
+    def __init__(self, sinks):
+        signal.signal(signal.SIGINT, self.end)
+
+    def end(self, number, frame):
+        raise SystemExit("the run was not asked")
+
+    def log(self, stage, step, *, metrics, timings): pass
+
+    def close(self): pass
+"""
+
+
+def test_no_tracker_takes_ctrl_c(tmp_path: Path) -> None:
+    """swanlab does: it ended its own run at once, and the next step failed there. The run saves, and goes on later."""
+    (tmp_path / "mine.py").write_text(TAKES)
+
+    def interrupt(row: dict[str, Any]) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    track = {"trackers": [f"{tmp_path / 'mine.py'}:Takes"]}
+    run = whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / "run"), "on_step": interrupt}))
+    assert not run.finished
+
+
 # ---------------------------------------------------------------- the config of trackers
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from whet.cluster import head, private
 from whet.environment import pools
 from whet.guard import stacks
 from whet.guard.processes import kill
+from whet.guard.watch import own_signals
 from whet.types import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def connect(
     if ray.is_initialized():
         return
     logging.getLogger("ray").setLevel(logging.WARNING)
-    with _own_signals(), visible(gpus if address is None else None):
+    with own_signals(), visible(gpus if address is None else None):
         if address is None:
             private.token()
             with private.loopback():
@@ -111,20 +110,6 @@ def _reach(address: str) -> None:
             f"cluster.address={address}: no cluster answers ({error}). Start a cluster with `ray start --head`, give "
             "its host:port, or leave it out to start one on this machine"
         ) from error
-
-
-@contextmanager
-def _own_signals() -> Generator[None, None, None]:
-    """Ray puts a handler of its own on SIGTERM; the run's own saves first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _cores() -> int:
@@ -223,7 +208,7 @@ def disconnect() -> None:
         if (own := _own_head.pop()) is not None:
             own.leave()
     if ray.is_initialized():
-        with _own_signals():
+        with own_signals():
             ray.shutdown()
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TypeVar
@@ -158,3 +158,18 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def own_signals() -> Generator[None]:
+    """Foreign code inside puts handlers of its own on Ctrl-C and SIGTERM (Ray, SwanLab): those of the run are put back,
+    which end the step and save."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

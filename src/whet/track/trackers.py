@@ -19,7 +19,7 @@ from whet.config.trackers import TRACKERS
 from whet.guard import pulse
 from whet.guard.leftover import owned
 from whet.guard.printed import CONSOLE
-from whet.guard.watch import interrupted_after
+from whet.guard.watch import interrupted_after, own_signals
 from whet.tables import load_object
 from whet.track.record import RunDirectory
 from whet.track.sinks import Sinks
@@ -193,7 +193,12 @@ def _made(name: str, sinks: Sinks) -> Tracker:
     given = sinks.cfg.track.arguments.get(name, {})
     pulse.beat(f"{name} (track.trackers), as it is made")
     try:
-        with interrupted_after(CALL_S) as late, owned(f"track.trackers {name}"), _unanswered():
+        with (
+            interrupted_after(CALL_S) as late,
+            owned(f"track.trackers {name}"),
+            own_signals(),
+            _unanswered(),
+        ):
             made = load_object(at, what="track.trackers")(sinks, **given)
     except TypeError as e:
         asked = ", ".join(["sinks", *(f"{key}=..." for key in given)])
