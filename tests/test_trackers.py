@@ -526,6 +526,40 @@ def test_no_tracker_takes_ctrl_c(tmp_path: Path) -> None:
     assert not run.finished
 
 
+RECORDS = """
+import sys
+
+class Records:
+    def __init__(self, sinks):
+        self.said, self.before, self.path = [], sys.stdout.write, sinks.record.path / "said.txt"
+        sys.stdout.write = self.write
+
+    def write(self, text):
+        self.said.append(text)
+        return self.before(text)
+
+    def log(self, stage, step, *, metrics, timings):
+        print("the key is sk-12345678")
+
+    def close(self):
+        sys.stdout.write = self.before
+        self.path.write_text("".join(self.said))
+"""
+
+
+def test_a_tracker_that_records_what_is_printed_gets_no_secret(tmp_path: Path) -> None:
+    """wandb and swanlab put a write of their own in the place of standard output's."""
+    (tmp_path / "mine.py").write_text(RECORDS)
+    track = {"trackers": [f"{tmp_path / 'mine.py'}:Records"]}
+    output = sys.stdout, sys.stderr
+    workers = {"env": {"JUDGE_KEY": "sk-12345678"}}
+    whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / "run"), "reward_workers": workers}))
+    said = (tmp_path / "run" / "said.txt").read_text()
+    assert "the key is <redacted:" in said
+    assert "sk-12345678" not in said
+    assert (sys.stdout, sys.stderr) == output
+
+
 # ---------------------------------------------------------------- the config of trackers
 
 

@@ -444,8 +444,24 @@ def _bare(stream: Any, before: Any) -> Any:
     """A stream that was not guarded before, as it was."""
     if not isinstance(stream, _Redacting) or isinstance(before, _Redacting):
         return stream
-    stream.release()
-    return stream._stream
+    while isinstance(stream, _Redacting):
+        stream.release()
+        stream = stream._stream
+    return stream
+
+
+@contextmanager
+def guarded_recorders() -> Generator[None]:
+    """Foreign code inside may record what is printed, with a `write` of its own in a guarded stream: what comes later
+    reaches it without secrets."""
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
+
+
+def _guarded(stream: Any) -> Any:
+    return _Redacting(stream) if isinstance(stream, _Redacting) and "write" in vars(stream) else stream
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

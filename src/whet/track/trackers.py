@@ -20,6 +20,7 @@ from whet.guard import pulse
 from whet.guard.leftover import owned
 from whet.guard.printed import CONSOLE
 from whet.guard.watch import interrupted_after, own_signals
+from whet.secrets import guarded_recorders
 from whet.tables import load_object
 from whet.track.record import RunDirectory
 from whet.track.sinks import Sinks
@@ -197,6 +198,7 @@ def _made(name: str, sinks: Sinks) -> Tracker:
             interrupted_after(CALL_S) as late,
             owned(f"track.trackers {name}"),
             own_signals(),
+            guarded_recorders(),
             _unanswered(),
         ):
             made = load_object(at, what="track.trackers")(sinks, **given)
