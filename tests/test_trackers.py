@@ -66,7 +66,7 @@ def ask_for_key(error: Exception) -> None:
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Notes of a twin of wandb: what init was given, what was logged, the x-axis of every metric."""
-    notes = SimpleNamespace(inits=[], logs=[], axes={}, finished=0, error=None)
+    notes = SimpleNamespace(inits=[], logs=[], axes={}, finished=0, error=None, refusal=None)
 
     class Error(Exception): ...
 
@@ -81,6 +81,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             notes.finished += 1
 
     def init(**given: Any) -> Run:
+        if notes.refusal:
+            raise notes.refusal
         if notes.error:
             ask_for_key(Error(notes.error))
         notes.inits.append(given)
@@ -487,11 +489,18 @@ def test_no_tracker_asks_for_its_key_at_a_terminal(
         assert sys.stdin is terminal
 
 
-@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow"])
+class RefusalError(Exception):
+    """As swanlab's AuthenticationError, the ConnectError of httpx in trackio, a ValidationError of wandb's settings:
+    of no class that whet imports."""
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "trackio"])
 def test_a_tracker_that_cannot_start_says_what_to_do(
-    name: str, wandb: SimpleNamespace, swanlab: SimpleNamespace, mlflow: SimpleNamespace, tmp_path: Path
-) -> None:
-    wandb.error, swanlab.error, mlflow.down = "no key", ValueError("no key"), True
+    name: str, wandb: SimpleNamespace, swanlab: SimpleNamespace, mlflow: SimpleNamespace, trackio: SimpleNamespace,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    wandb.refusal = swanlab.error = trackio.error = RefusalError("no key")
+    mlflow.down = True
     with pytest.raises(
         ConfigError, match=rf"{name} could not start: no (key|answer).*track\.arguments\.{name}"
     ):

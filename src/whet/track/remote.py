@@ -67,7 +67,7 @@ class Wandb:
                 dir=str(sinks.record.path),
                 **given,
             )
-        except (wandb.errors.Error, TypeError) as e:
+        except Exception as e:  # also of pydantic, for settings that there are not
             raise _refused("wandb", "mode: offline", e) from e
         self._table = wandb.Table
         self._prefix = sinks.prefix
@@ -117,7 +117,7 @@ class SwanLab:
                 **{name: label for name, label in labels.items() if label},
                 **given,
             )
-        except (OSError, RuntimeError, TypeError, ValueError) as e:
+        except Exception as e:  # its own AuthenticationError among others
             raise _refused("swanlab", "mode: offline", e) from e
         self._swanlab, self._prefix = swanlab, sinks.prefix
 
@@ -156,7 +156,7 @@ class Trackio:
                 resume="allow",
                 **{"embed": False, "auto_log_cpu": False, **given},
             )
-        except (OSError, RuntimeError, TypeError, ValueError) as e:
+        except Exception as e:  # those of httpx are no OSErrors
             raise _refused("trackio", "no space_id and no server_url", e) from e
         self._trackio, self._prefix = trackio, sinks.prefix
 
