@@ -606,6 +606,7 @@ def test_a_folder_of_the_name_of_a_package_is_none(
         ("track.arguments.mlflow.password=x", "MLFLOW_TRACKING_PASSWORD"),
         ("track.arguments.wandb.project=x", "is set from track.project"),
         ("track.arguments.wandb.id=x", "is set from the run itself"),
+        ("track.arguments.swanlab.log_dir=x", "track.arguments.swanlab.log_dir: is set from run_dir"),
         ("track.arguments.mlflow.uri=http://x", "mlflow takes only tracking_uri"),
         ("track.arguments.wnadb.mode=offline", "did you mean 'wandb'"),
     ],

@@ -27,6 +27,7 @@ _OWNERS = {
     "tags": "track.tags",
     "dir": "run_dir",
     "logdir": "run_dir",
+    "log_dir": "run_dir",
     "id": "the run itself",
     "resume": "checkpoint.resume",
     "config": "the config itself",
