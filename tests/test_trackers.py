@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import whet
 from tiny import RUN
@@ -29,7 +31,7 @@ from whet.config.plan import plans
 from whet.config.schema import Config, RewardWorkersConfig, TrackConfig
 from whet.guard import leftover, watch
 from whet.guard.watch import Watch
-from whet.track import remote, trackers
+from whet.track import display, remote, trackers
 from whet.track.record import RunDirectory
 from whet.track.sinks import Sinks
 from whet.track.trackers import Tracker, naming, open_trackers
@@ -555,11 +557,38 @@ class Records:
         self.path.write_text("".join(self.said))
 """
 
+STREAM = """
+import io
+import sys
 
-def test_a_tracker_that_records_what_is_printed_gets_no_secret(tmp_path: Path) -> None:
-    """wandb and swanlab put a write of their own in the place of standard output's."""
-    (tmp_path / "mine.py").write_text(RECORDS)
-    track = {"trackers": [f"{tmp_path / 'mine.py'}:Records"]}
+class Records(io.TextIOBase):
+    def __init__(self, sinks):
+        self.said, self.before, self.path = [], sys.stdout, sinks.record.path / "said.txt"
+        sys.stdout = self
+
+    def write(self, text):
+        self.said.append(text)
+        return self.before.write(text)
+
+    def log(self, stage, step, *, metrics, timings):
+        print("the key is sk-12345678")
+
+    def close(self):
+        sys.stdout = self.before
+        self.path.write_text("".join(self.said))
+"""
+
+
+@pytest.mark.parametrize(("how", "live"), [("a write", False), ("a write", True), ("a stream", False)])
+def test_a_tracker_that_records_what_is_printed_gets_no_secret(
+    how: str, live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb and swanlab put a write of their own in the place of standard output's, which at a terminal is a stream of
+    the live display; others put a stream there."""
+    if live:
+        monkeypatch.setattr(display, "Console", partial(Console, force_terminal=True))
+    (tmp_path / "mine.py").write_text(RECORDS if how == "a write" else STREAM)
+    track = {"trackers": ["console", f"{tmp_path / 'mine.py'}:Records"]}
     output = sys.stdout, sys.stderr
     workers = {"env": {"JUDGE_KEY": "sk-12345678"}}
     whet.train(**(RUN | {"track": track, "run_dir": str(tmp_path / "run"), "reward_workers": workers}))

@@ -452,16 +452,19 @@ def _bare(stream: Any, before: Any) -> Any:
 
 @contextmanager
 def guarded_recorders() -> Generator[None]:
-    """Foreign code inside may record what is printed, with a `write` of its own in a guarded stream: what comes later
-    reaches it without secrets."""
+    """Foreign code inside may record what is printed, by a `write` of its own in a guarded stream or by a stream of its
+    own in its place: what comes later reaches it without secrets."""
+    before = sys.stdout, sys.stderr
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
+        sys.stdout, sys.stderr = _guarded(sys.stdout, before[0]), _guarded(sys.stderr, before[1])
 
 
-def _guarded(stream: Any) -> Any:
-    return _Redacting(stream) if isinstance(stream, _Redacting) and "write" in vars(stream) else stream
+def _guarded(stream: Any, before: Any) -> Any:
+    under = getattr(before, "rich_proxied_file", before)  # at a terminal `before` may be the live display's
+    recorded = stream is not before or "write" in getattr(stream, "__dict__", {})
+    return _Redacting(stream) if isinstance(under, _Redacting) and recorded and stream is not None else stream
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
