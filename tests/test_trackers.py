@@ -469,7 +469,11 @@ def test_swanlab_does_not_record_a_command_line_with_a_secret(
     monkeypatch.setattr(remote, "_COMMAND_LINE", tmp_path / "cmdline")
     secrets.learn("JUDGE_KEY", "sk-12345678")
     start(tmp_path / "run", config("swanlab"))
-    assert swanlab.runtimes == [records]
+    (tmp_path / "cmdline").unlink()  # macOS has none
+    monkeypatch.setattr(sys, "orig_argv", given.split())
+    monkeypatch.delenv("SWANLAB_PROBE_RUNTIME", raising=False)
+    start(tmp_path / "again", config("swanlab"))
+    assert swanlab.runtimes == [records, records]
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -302,7 +303,7 @@ def _is_secret_command() -> bool:
     try:
         given = _COMMAND_LINE.read_text(errors="replace").replace("\0", " ")
     except OSError:  # not Linux
-        return False
+        given = " ".join(sys.orig_argv)
     return redact(given) != given
 
 
