@@ -495,6 +495,17 @@ def test_no_tracker_asks_for_its_key_at_a_terminal(
         assert sys.stdin is terminal
 
 
+def test_the_terminal_is_back_when_trackers_of_two_threads_are_made_at_once() -> None:
+    """The second found the first one's empty input, and put that back, closed."""
+    given, first, second = sys.stdin, ExitStack(), ExitStack()
+    first.enter_context(trackers._unanswered())
+    second.enter_context(trackers._unanswered())
+    first.close()
+    assert sys.stdin.read() == ""
+    second.close()
+    assert sys.stdin is given
+
+
 class RefusalError(Exception):
     """As swanlab's AuthenticationError, the ConnectError of httpx in trackio, a ValidationError of wandb's settings:
     of no class that whet imports."""

@@ -9,8 +9,9 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -218,10 +219,33 @@ def _made(name: str, sinks: Sinks) -> Tracker:
     return made
 
 
+_counting = threading.Lock()
+_starts = 0
+_unheard = ExitStack()
+
+
 @contextmanager
 def _unanswered() -> Iterator[None]:
     """A package that lacks a key asks for it where standard input is a terminal: under the live display nobody sees
-    that, and the run waits. Without a terminal it says at once what is missing. It looks at the descriptor."""
+    that, and the run waits. Without a terminal it says at once what is missing. Where trackers of several threads are
+    made at once, until the last of them is."""
+    global _starts
+    with _counting:
+        if not _starts:
+            _unheard.enter_context(_empty_input())
+        _starts += 1
+    try:
+        yield
+    finally:
+        with _counting:
+            _starts -= 1
+            if not _starts:
+                _unheard.close()
+
+
+@contextmanager
+def _empty_input() -> Iterator[None]:
+    """A file, since packages look at its descriptor."""
     given = sys.stdin
     with open(os.devnull) as nobody:
         sys.stdin = nobody
