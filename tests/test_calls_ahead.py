@@ -173,11 +173,16 @@ def test_calls_are_sent_ahead_where_those_before_them_were_short(lane: Lane) -> 
     lane.queue(100)
     assert lane.heard() == [1]  # how long they take is not known
     lane.answer(1)
-    more = lane.heard()
-    assert more == list(range(2, 2 + nursery.AHEAD))
-    lane.answer(2, 3, 4)
-    assert lane.heard() == [34, 35, 36]
-    lane.answer(5, after_s=1.0)  # a long one: those behind it would have waited
+    assert lane.heard() == [2, 3]
+    lane.answer(2)
+    assert lane.heard() == [4, 5, 6]  # four at once: twice as many as before
+    for number in range(3, 8):
+        lane.answer(number)
+        more = lane.heard()
+    assert more[-1] == 7 + nursery.AHEAD
+    lane.answer(8, 9, 10)
+    assert lane.heard() == [40, 41, 42]
+    lane.answer(11, after_s=1.0)  # a long one: those behind it would have waited
     assert lane.heard() == []
 
 
@@ -254,6 +259,7 @@ def test_a_channel_that_took_half_a_message_is_not_used_again(
     lane.heard()
     lane.answer(1)
     lane.guard.queue.extend(nursery.PendingCall(2 + n, 10.0, 0, bytes(1000)) for n in range(30))
+    lane.worker.room = nursery.AHEAD
     lane.guard.dispatch()
     lane.guard.ahead()
     assert lane.guard.workers == []

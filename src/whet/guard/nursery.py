@@ -478,7 +478,8 @@ class Nursery:
         if w in self.workers and (problem or (w.inbox and not w.calls)):
             self.garbled(w, problem or _NO_ANSWER)
         if messages:
-            w.room = max(1, min(AHEAD, int(_AHEAD_S / max(seconds, 1e-9))))
+            # grows by steps: where long calls are among the short ones, few wait behind one
+            w.room = max(1, min(AHEAD, 2 * w.room, int(_AHEAD_S / max(seconds, 1e-9))))
 
     def hear_answer(self, w: Worker, number: int, body: bytes, seconds: float) -> None:
         try:
