@@ -1247,6 +1247,20 @@ def test_a_stage_inherits_key_by_key() -> None:
     assert done.tree["model"] == {"path": "m"}
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [
+        (["grpo"], 'stages[].algorithm: got ["grpo"], expected a section'),
+        ("grpo", 'stages[].algorithm: got "grpo", expected a section'),
+        ({"algorithm_type": ["grpo"]}, "stages[0]: algorithm.algorithm_type: \"['grpo']\" is not known"),
+        ({"algorithm_type": {"name": "grpo"}}, "stages[0]: algorithm.algorithm_type.name: unknown key"),
+    ],
+)
+def test_a_stage_with_an_algorithm_that_is_none_is_refused(algorithm: Json, told: str) -> None:
+    (problem,) = translated(small(stages=[{"stage_name": "a", "algorithm": algorithm}])).problems
+    assert problem[1].startswith(told)
+
+
 def test_a_stage_may_not_change_what_is_one_for_all() -> None:
     stages = [{"stage_name": "a"}, {"stage_name": "b", "trainer": {"save_interval": 5}}]
     (problem,) = translated(small(stages=stages)).problems

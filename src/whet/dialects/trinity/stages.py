@@ -34,10 +34,13 @@ def stages(values: Values) -> Mapping[str, Json]:
     unbuilt: list[str] = []
     trees: list[dict[str, Json]] = []
     engine: dict[str, Json] | None = None
+    leaves = tuple(f"{row.key}." for row in of.rows)
     for n, stage in enumerate(given):
         file = inherited(whole, stage)
         done = translate(file, of, origins={})
-        said = [text for _, text in done.problems if text not in told and "unknown key" not in text]
+        # the reading of the whole file tells unknown keys, but for those below a key that has a value
+        new = [text for _, text in done.problems if text not in told]
+        said = [text for text in new if "unknown key" not in text or text.startswith(leaves)]
         said += [] if stage.get("stage_name") else ["stage_name: must be given."]
         trees.append(done.tree)
         own = _engine(file, done.tree)
@@ -61,8 +64,12 @@ def _engine(file: Mapping[str, Json], tree: dict[str, Json]) -> dict[str, Json] 
     """What a stage says of the engine, which serves the whole run, taken out of its tree; None where nothing is
     sampled."""
     own = {key: value for key in ONE_FOR_ALL if (value := tree.get("rollout", {}).pop(key, None)) is not None}
-    kind = (file.get("algorithm") or {}).get("algorithm_type", DEFAULT_ALGORITHM)
-    return own if kind in PRESETS and PRESETS[kind].kind == "online" else None
+    section = file.get("algorithm") or {}
+    kind = section.get("algorithm_type", DEFAULT_ALGORITHM) if isinstance(section, dict) else None
+    preset = (
+        PRESETS.get(kind) if isinstance(kind, str) else None
+    )  # what it is else, the translation has refused
+    return own if preset is not None and preset.kind == "online" else None
 
 
 def _another(engine: Mapping[str, Json] | None, own: Mapping[str, Json] | None) -> list[str]:
