@@ -279,10 +279,9 @@ class Jail:
     def _finish(self, number: int, result: CallResult) -> None:
         if number == self._alone:
             self._alone, self._tries = None, 0
+            # Alone, one after the other, long calls would take as long as all together.
             while result.seconds > _LONG_S and len(self._suspects) > self.workers:
-                self._unsent.appendleft(
-                    self._suspects.pop()
-                )  # alone, one after the other, they would take long
+                self._unsent.appendleft(self._suspects.pop())
         pulse.beat("scoring")
         pending = self._pending.pop(number)
         batch = pending.batch

@@ -297,7 +297,7 @@ class Nursery:
             return _GATHER_S
         busy = self.busy()
         if not busy:
-            return 0.0 if self.queue else None  # what `ahead` has taken from a worker is handed out again
+            return 0.0 if self.queue else None  # `ahead` may have ended the worker that had them
         now = time.monotonic()
         return max(0.0, min(_TICK_S, *(w.deadline() - now for w in busy)))
 

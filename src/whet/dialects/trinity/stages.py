@@ -66,9 +66,8 @@ def _engine(file: Mapping[str, Json], tree: dict[str, Json]) -> dict[str, Json] 
     own = {key: value for key in ONE_FOR_ALL if (value := tree.get("rollout", {}).pop(key, None)) is not None}
     section = file.get("algorithm") or {}
     kind = section.get("algorithm_type", DEFAULT_ALGORITHM) if isinstance(section, dict) else None
-    preset = (
-        PRESETS.get(kind) if isinstance(kind, str) else None
-    )  # what it is else, the translation has refused
+    # what is no name of an algorithm, the translation has refused
+    preset = PRESETS.get(kind) if isinstance(kind, str) else None
     return own if preset is not None and preset.kind == "online" else None
 
 
