@@ -258,6 +258,24 @@ def test_an_impossible_token_leaves_losses_of_the_ratio_finite_and_those_of_log_
     assert math.isinf(run("reinforce", batch, logp)[0][0])
 
 
+@pytest.mark.parametrize(("loss", "picked"), [("clip_cov", 0), ("kl_cov", 1)])
+def test_an_impossible_token_leaves_the_covariances_finite(loss: str, picked: int) -> None:
+    keys = resolve(schema.AlgorithmConfig(name=loss)).settings["loss"].settings
+    batch, logp = tokens([1.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+    impossible = logp.detach().index_fill(0, torch.tensor([3]), -math.inf).requires_grad_()
+    out, grad, stats = run(loss, batch, impossible, **keys)
+    assert all(map(math.isfinite, out + grad))
+    assert int(stats["cov_picked_frac"].sum()) == picked
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "m2po"])
+def test_log_probs_that_are_no_numbers_are_those_of_the_loss(loss: str) -> None:
+    """Such an update is skipped; what looks at the whole minibatch before must let it come to that."""
+    keys = resolve(schema.AlgorithmConfig(name=loss)).settings["loss"].settings
+    batch, logp = tokens([1.0, -1.0], [0.0, 0.0])
+    assert any(map(math.isnan, run(loss, batch, logp.detach() * math.nan, **keys)[0]))
+
+
 def test_luspo_is_gspo_times_the_length_by_hand() -> None:
     # Two rollouts of 2 and 1 tokens, ratio 1: a sum over tokens, a mean over rollouts.
     made = build(schema.AlgorithmConfig(name="luspo"), critic=schema.CriticConfig(), max_tokens=8)

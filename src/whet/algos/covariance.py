@@ -24,6 +24,9 @@ from whet.algos.ratios import drift, log_ratio, ratio, sampled
 from whet.algos.segments import counted_N, need
 from whet.batch import Batch, Loss, LossFn, Outputs
 
+FAR = 1e4
+"""Bound of a log-prob inside means and covariances: it keeps infinities out and changes none that occurs."""
+
 
 @dataclass(frozen=True)
 class Picks:
@@ -164,9 +167,13 @@ def largest(minibatch: Batch, logp_N: Tensor, *, count: int) -> Picks:
 
 
 def covariance(batch: Batch, logp_N: Tensor, *, adv_mean: float, logp_mean: float) -> Tensor:
-    """[N] (A - mean A) (log pi - mean log pi), float64."""
+    """[N] (A - mean A) (log pi - mean log pi), float64; 0 where that is not a number, as is the loss then."""
     adv_N = need(batch.adv_N, "batch.adv_N").double()
-    return (adv_N - adv_mean) * (logp_N.detach().double() - logp_mean)
+    return ((adv_N - adv_mean) * (_bounded(logp_N) - logp_mean)).nan_to_num(nan=0.0)
+
+
+def _bounded(logp_N: Tensor) -> Tensor:
+    return logp_N.detach().double().clamp(min=-FAR)
 
 
 def luck_N(batch: Batch) -> Tensor:
@@ -188,7 +195,7 @@ def _means(batch: Batch, logp_N: Tensor) -> tuple[float, float]:
     at_N = counted_N(batch)
     count = max(int(at_N.sum()), 1)
     adv_M = need(batch.adv_N, "batch.adv_N")[at_N].double()
-    return float(adv_M.sum()) / count, float(logp_N[at_N].double().sum()) / count
+    return float(adv_M.sum()) / count, float(_bounded(logp_N)[at_N].sum()) / count
 
 
 def _share(batch: Batch, ratio: float) -> int:
