@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import whet.track.monitor
 from whet.algos.advantages import ADVANTAGES
@@ -21,11 +22,14 @@ from whet.algos.aggregate import AGGREGATIONS
 from whet.algos.kl import ESTIMATORS, RATIO_ESTIMATORS
 from whet.algos.losses import LOSSES, LOSSES_OVER
 from whet.algos.resample import RESAMPLE
+from whet.batch import Outputs
 from whet.cli import keys as keys_command
 from whet.config import schema
 from whet.config.algorithms_listing import choices, in_words, listed
+from whet.config.functions import LOSSES as FUNCTIONS
 from whet.config.functions import RESAMPLINGS, UNIFORM, WEIGHTS
 from whet.config.recipes import RECIPES, resolve
+from whet.prove.pictures import make_batch
 from whet.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +143,32 @@ def test_every_choice_of_the_correction_has_a_row_with_code_that_exists() -> Non
     for key, of_key in values.items():
         assert {f"{key}: {value}" for value in of_key} <= set(settings)
     assert all(inspect.isfunction(named(code)) for row in rows for code in code_of(row))
+
+
+def names_between(start: str, end: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", PAGE.split(start)[1].split(end)[0]))
+
+
+def test_the_losses_that_skip_less_are_named() -> None:
+    online = {name: row.skips for name, row in FUNCTIONS.items() if row.kind == "online"}
+    less = {name for name, skips in online.items() if skips != "no advantage"}
+    assert names_between("With every loss on the policy's own rollouts except", ", the weight") == less
+    none = {name for name, skips in online.items() if skips == "nothing"}
+    assert names_between("Nothing is skipped with", "a user-defined loss") == none
+
+
+def test_the_losses_that_an_impossible_token_makes_infinite_are_named() -> None:
+    batch = make_batch([["pa", "pa"]], [1.0, 0.0])
+    zero_N = torch.zeros(batch.tokens).double()
+    batch = replace(batch, adv_N=zero_N + 1, logp_ref_N=zero_N - 1, kl_zero_R=zero_N[: batch.rollouts])
+    out = Outputs(logp_N=torch.where(batch.mask_N, -torch.inf, zero_N))
+    known = {name: row.settings().model_dump() for name, row in FUNCTIONS.items()}
+    far = {
+        name for name, keys in known.items() if not LOSSES[name](batch, out, **keys).loss_N.isfinite().all()
+    }
+    given = {name for name, row in FUNCTIONS.items() if row.kind != "online"} - {"kto"}
+    said = names_between("A loss that multiplies log pi itself (", "those of given replies but `kto`")
+    assert far == said - {"sapo", "sapo_detach"} | given
 
 
 # ---------------------------------------------------------------- the listing
