@@ -15,6 +15,7 @@ from asked import strange_names
 from whet.config.keys import lookup
 from whet.dialects import docs
 from whet.dialects.kinds import accepts
+from whet.dialects.listing import conditions, what_happens
 from whet.dialects.match import read, suggest
 from whet.dialects.recognise import recognise
 from whet.dialects.row import rows, unbuilt
@@ -136,6 +137,14 @@ def typo(cut, draw):
 def test_values_that_are_not_built_are_those_of_keys(system):
     keys = {row.key for row in rows(system)}
     assert [key for key in unbuilt(system) if key not in keys] == []
+
+
+@pytest.mark.parametrize("system", ["verl", "skyrl", "cosmos", "trinity"])
+def test_a_row_that_does_not_always_count_says_when(system):
+    assert conditions(system).keys() == {row.when for row in rows(system) if row.when}
+    of = {kind for kind, (named, _) in TABLES.items() if named == system}
+    for row in (row for kind in of for row in every_line(kind) if row.when):
+        assert f"Only read {conditions(system)[row.when]}." in what_happens(row, system)
 
 
 @pytest.mark.parametrize("name", docs.PAGES)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from whet.config.faults import shown
-from whet.dialects.listing import differing
+from whet.dialects.listing import what_happens
 from whet.dialects.report import cell, table
 from whet.dialects.row import BaseDefault, Row, Status, aliases, base_defaults, unbuilt
 from whet.dialects.tables import TABLES, every_line
@@ -49,7 +49,8 @@ config of {system} unchanged. `whet convert FILE` writes it as a native one. Eve
 | coming | Its feature is not built yet: a value that would turn it on is refused. |
 | refused | whet will not support it; the reason names what to write instead. |
 
-An unknown key is refused. A key that is left out has the default of the system's documentation, given below.
+An unknown key is refused. A key that is left out has the default of the system's documentation, given below. A key
+that is only read with some settings has no effect with others, whatever its value.
 
 A file is read as one release of {system}. `--dialect {system_name}@VERSION` selects it. Otherwise it is the release
 that has most of the file's keys. If several have as many, it is {document} (the release of the configuration reference)
@@ -117,9 +118,9 @@ def _row(row: Row, system: str) -> tuple[str, ...]:
 
 
 def _what(row: Row, system: str) -> str:
-    """What happens, what is not as in the other system, and the documented values that are refused."""
+    """What happens, and the documented values that are refused."""
     values = unbuilt(system).get(row.key, ())
-    return row.what + differing(row, system) + (f" Not built: {'; '.join(values)}." if values else "")
+    return what_happens(row, system) + (f" Not built: {'; '.join(values)}." if values else "")
 
 
 def main(folder: Path) -> None:

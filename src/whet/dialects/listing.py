@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import textwrap
 from typing import Any, get_args
 
+from whet import tables
 from whet.config.faults import shown
 from whet.dialects.row import Row, Status, differences, unbuilt
 from whet.dialects.tables import TABLES, every_line
@@ -32,13 +34,29 @@ def listed(dialect: str | None = None, status: str | None = None) -> list[dict[s
             "until": row.until,
             "status": row.status,
             "native": list(row.native),
-            "reason": row.what + differing(row, TABLES[name][0]),
+            "reason": what_happens(row, TABLES[name][0]),
             "unbuilt": list(unbuilt(TABLES[name][0]).get(row.key, ())),
         }
         for name in names
         for row in every_line(name)
         if status is None or row.status == status
     ]
+
+
+def what_happens(row: Row, system: str) -> str:
+    """What happens with the key, when it is read, and where whet knowingly differs, as sentences."""
+    said = row.what
+    if row.when:
+        end = "" if said.endswith(".") or not said else "."
+        said = f"{said}{end} Only read {conditions(system)[row.when]}.".lstrip()
+    return said + differing(row, system)
+
+
+@functools.cache
+def conditions(system: str) -> dict[str, str]:
+    """When rows of a system's table count, in words that follow `Only read`."""
+    found = tables.lines(__package__, "conditions.tsv")
+    return {line["when"]: line["words"] for line in found if line["system"] == system}
 
 
 def differing(row: Row, system: str) -> str:
