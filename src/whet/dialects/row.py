@@ -16,7 +16,8 @@ columns, tab-separated, one line a key (and span of versions):
     native    the native keys that it feeds, split by `;`; of an alias the present key
     function  of `translated` and `derived`: `module.function` in the system's package, called once for all its rows;
               its rules stand in rules.tsv (`rules.py`)
-    when      a condition in the words of `rules.py`: the row counts only then, and rests else
+    when      a condition in the words of `rules.py`: the row counts only then, and rests else; in words for people it
+              stands in conditions.tsv
     area      of `coming`: the feature that is not there
     reason    for people: how it is translated, why it cannot matter, what to write instead
 """
