@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,15 @@ class LayerOutput(IntEnum):
     GATE = 6
     UP = 7
     DOWN = 8
+
+
+class NewRows(NamedTuple):
+    """Rows for new tokens, side by side."""
+
+    kinds: tuple[Tensor, ...]
+    """[L, C, W] of each kind."""
+    first: int
+    tokens: int
 
 
 class Activations:
@@ -78,10 +87,9 @@ class Activations:
         start, self.next = self.next, self.next + tokens
         return start
 
-    def at(self, start: int, tokens: int) -> tuple[Tensor, ...]:
-        """[L, N, W] of each kind, to be written."""
-        rows = slice(start - self.first, start - self.first + tokens)
-        return tuple(kind[:, rows] for kind in self.kinds)
+    def at(self, start: int, tokens: int) -> NewRows:
+        """Those of so many tokens from this number on, to be written."""
+        return NewRows(self.kinds, start - self.first, tokens)
 
     def note(self, tokens: Sequence[int], number_N: np.ndarray) -> None:
         """A history of these tokens has been computed; these are the numbers of its rows. It is known where all are."""

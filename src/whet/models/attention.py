@@ -9,14 +9,14 @@ Shape letters: N packed tokens, B rows of the cache, H query heads, K key/value 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.models.activations import KnownOutputs, LayerOutput
+from whet.models.activations import KnownOutputs, LayerOutput, NewRows
 from whet.models.compiled import attend_and_lse
 from whet.models.compiled_layers import CachedTokens
 from whet.models.kernels import Ops
@@ -150,37 +150,21 @@ class CachedAttention:
         *,
         queries_B: Tensor | None = None,
     ) -> None:
-        length_B = length_B.to(torch.int64)
         self.cache, self.ops, self.queries_B = cache, ops, queries_B
-        self.table_BP = table_BP.to(torch.int32).contiguous()
-        self.keys_B = length_B + (1 if queries_B is None else queries_B)
-        if self.table_BP.device.type == "cpu" and not _are_pages(cache, *_range(self.table_BP)):
-            # a wrong page would be foreign memory to C: pages up to the last one must exist, later ones may be
-            # anything; elsewhere the host must not wait for the device at every step, and indexing checks itself
-            used_BP = torch.arange(table_BP.shape[1]) <= ((self.keys_B - 1) // PAGE)[:, None]
-            low, high = _range(self.table_BP.where(used_BP, 0))
-            if not _are_pages(cache, low, high):
-                raise ValueError(
-                    f"page numbers {low} .. {high}, but the cache has pages 0 .. {cache.pages - 1}"
-                )
-        if queries_B is None:
-            self.position_N = length_B
-            page_N = self.table_BP.gather(1, (length_B // PAGE)[:, None]).squeeze(1)
-        else:
-            row_N = torch.arange(len(queries_B)).repeat_interleave(queries_B)
-            self.position_N = torch.arange(len(row_N)) + (self.keys_B - queries_B.cumsum(0))[row_N]
-            page_N = self.table_BP[row_N, self.position_N // PAGE]
-        self.kept: Sequence[Tensor] | None = None
+        self.kept: NewRows | None = None
         """Where the activations of the tokens are to be written, see `Activations.at`."""
         self.written = False
         """They have been."""
+        length_B, table_BP = length_B.to(torch.int64), table_BP.to(torch.int32).contiguous()
+        place = _place_on_cpu if table_BP.device.type == "cpu" else _place
+        self.keys_B, self.position_N, page_N, slot_N = place(table_BP, length_B, queries_B, cache.pages)
         device = cache.k.device
-        self.page_N = page_N.to(device, torch.int64)
-        self.slot_N = (self.position_N % PAGE).to(device)
-        self.table_BP = self.table_BP.to(device)
+        self.page_N, self.slot_N, self.table_BP = page_N, slot_N, table_BP
+        if device.type != "cpu":
+            self.page_N, self.slot_N, self.table_BP = (x.to(device) for x in (page_N, slot_N, table_BP))
         # once for all layers: whoever copies numbers to a GPU waits for what it computes
         self.bounds: Bounds | None = None
-        if queries_B is not None and self.table_BP.is_cuda:
+        if queries_B is not None and device.type == "cuda":
             self.bounds = Bounds.of(queries_B, self.keys_B, device)
 
     @property
@@ -205,16 +189,38 @@ class CachedAttention:
         )
 
 
-def _range(page: Tensor) -> tuple[int, int]:
-    """The lowest and the highest number; of none, those of the first page."""
-    if page.numel() == 0:
-        return 0, 0
-    low, high = page.aminmax()
-    return int(low), int(high)
+def _place_on_cpu(
+    table_BP: Tensor, length_B: Tensor, queries_B: Tensor | None, pages: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """([B] keys, then of each new token its position, page and slot) of what stands in the memory of the CPU. By numpy,
+    whose calls take a fraction of torch's on so few numbers.
+
+    Raises ValueError for a page that does not exist."""
+    table, length = table_BP.numpy(), length_B.numpy()
+    new = 1 if queries_B is None else queries_B.numpy()
+    keys, row = length + new, np.arange(len(length))
+    if table.size and not (table.min() >= 0 and table.max() < pages):
+        # a wrong page would be foreign memory to C: pages up to the last one must exist, later ones may be anything
+        used = np.where(np.arange(table.shape[1]) <= ((keys - 1) // PAGE)[:, None], table, 0)
+        low, high = int(used.min()), int(used.max())
+        if low < 0 or high >= pages:
+            raise ValueError(f"page numbers {low} .. {high}, but the cache has pages 0 .. {pages - 1}")
+    position = length
+    if queries_B is not None:
+        row = np.repeat(row, new)
+        position = np.arange(len(row)) + (keys - np.cumsum(new))[row]
+    page = table[row, position // PAGE].astype(np.int64)
+    keys_B, position_N, page_N, slot_N = map(torch.from_numpy, (keys, position, page, position % PAGE))
+    return keys_B, position_N, page_N, slot_N
 
 
-def _are_pages(cache: KvCache, low: int, high: int) -> bool:
-    return low >= 0 and high < cache.pages
+def _place(
+    table_BP: Tensor, length_B: Tensor, queries_B: Tensor | None, pages: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of a decode step's tokens on a device, which the host does not wait for: indexing checks itself."""
+    assert queries_B is None
+    page_B = table_BP.gather(1, (length_B // PAGE)[:, None]).squeeze(1)
+    return length_B + 1, length_B, page_B.to(torch.int64), length_B % PAGE
 
 
 @torch.compiler.disable

@@ -90,6 +90,7 @@ def _lib() -> ctypes.CDLL:
     lib.whet_sinks_backward.argtypes = [p, p, p, n, n, n, i]
     lib.whet_attend_cached.argtypes = [p, p]
     lib.whet_cached_layers.argtypes = [p, p, p]
+    lib.whet_decode_step.argtypes, lib.whet_decode_step.restype = [p, p], n
     lib.whet_write_kv.argtypes = [p, p, p, n, n, p, n, n, p, p, n, n, n, i]
     return lib
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whet.config.sizes import VECTOR
-from whet.models.activations import LayerOutput
+from whet.models.activations import LayerOutput, NewRows
 from whet.models.compiled import _MAX_HEAD, _Cached, _lib, _memory
 from whet.models.products import multiplies
 from whet.models.torch_ops import ACTS, Act
@@ -66,8 +66,8 @@ class CachedTokens(NamedTuple):
     queries_B: Tensor | None
     page_N: Tensor
     slot_N: Tensor
-    kept: Sequence[Tensor] | None = None
-    """[layers, N, W] of each `activations.LayerOutput`, to be written; None: they are not kept."""
+    kept: NewRows | None = None
+    """Where their activations are written; None: they are not kept."""
 
 
 class _Layers(ctypes.Structure):
@@ -97,45 +97,79 @@ def cached_layers(
     windows: 0 where a layer has none. None where it does not compute this: not everything is a dense float32 tensor
     that `products` multiplies.
     """
-    size = numbers.head_dim
-    given = [h_ND, cos_ND, sin_ND, tokens.k, tokens.v, *(t for t in chain(*layers) if t is not None)]
-    dense = multiplies(*given) and all(t.is_contiguous() for t in given)
-    if not dense or h_ND.dtype is not torch.float32 or size % VECTOR or size > _MAX_HEAD:
-        return None
-    rows = [
-        (*(0 if t is None else t.data_ptr() for t in layer), window) for layer, window in zip(layers, windows)
-    ]
-    layer = (c_int64 * (len(rows) * len(rows[0])))(*chain(*rows))
-    first, threads = layers[0], torch.get_num_threads()
-    heads, kv_heads = len(first.q) // size, len(first.k) // size
     k, v, table, keys, queries, page, slot, kept = tokens
-    cached = _Cached(
-        *(0, k.data_ptr(), v.data_ptr()),
-        *(heads * size, size, heads, kv_heads, size, 0, numbers.scale, 0.0),
-        *(0, table.data_ptr(), keys.data_ptr(), 0 if queries is None else queries.data_ptr()),
-        *(*table.shape, threads, 0),
-    )
-    places, steps = (c_void_p * len(LayerOutput))(), (c_int64 * len(LayerOutput))()
+    given = (h_ND, cos_ND, sin_ND, k, v, *(t for t in chain(*layers) if t is not None))
+    if not computes(given, numbers):
+        return None
+    what, _memory_of_layers = described(layers, windows, numbers, k, v)
+    cached = what.cached
+    cached.table, cached.keys = table.data_ptr(), keys.data_ptr()
+    cached.queries = 0 if queries is None else queries.data_ptr()
+    cached.rows, cached.table_n = table.shape
     if kept is not None:
-        _check_kept(kept, layers, (*h_ND.shape, heads))
-        places[:] = [x.data_ptr() for x in kept]
-        steps[:] = [x.stride(0) for x in kept]
-    what = _Layers(
-        *(cached, ctypes.addressof(layer), len(rows), k.stride(0)),
-        *(t.data_ptr() for t in (h_ND, cos_ND, sin_ND, page, slot)),
-        *(*h_ND.shape, len(first.gate)),
-        *(numbers.eps, numbers.offset, ACTS[numbers.act], places, steps),
+        check_kept(kept, layers, h_ND.shape[1], cached.heads)
+        keep(what, kept)
+    what.h, what.cos, what.sin, what.page, what.slot = (
+        t.data_ptr() for t in (h_ND, cos_ND, sin_ND, page, slot)
     )
+    what.N = len(h_ND)
     delta_ND, sum_ND = torch.empty_like(h_ND), torch.empty_like(h_ND)
     _memory(_lib().whet_cached_layers(ctypes.byref(what), delta_ND.data_ptr(), sum_ND.data_ptr()))
     return delta_ND, sum_ND
 
 
-def _check_kept(kept: Sequence[Tensor], layers: Sequence[LayerWeights], sizes: tuple[int, int, int]) -> None:
-    """C writes as many numbers as the weights have rows. sizes: tokens, hidden size, heads."""
-    (tokens, hidden, heads), first = sizes, layers[0]
+def computes(given: Sequence[Tensor], numbers: LayerNumbers) -> bool:
+    """Whether C does: dense float32 tensors that `products` multiplies, heads of whole vectors."""
+    dense = multiplies(*given) and all(t.is_contiguous() for t in given)
+    return (
+        dense
+        and given[0].dtype is torch.float32
+        and not numbers.head_dim % VECTOR
+        and numbers.head_dim <= _MAX_HEAD
+    )
+
+
+def described(
+    layers: Sequence[LayerWeights], windows: Sequence[int], numbers: LayerNumbers, k: Tensor, v: Tensor
+) -> tuple[_Layers, ctypes.Array[c_int64]]:
+    """These layers for C, over this cache; and memory of theirs, to be held as long as they are used."""
+    rows = [
+        (*(0 if t is None else t.data_ptr() for t in layer), window) for layer, window in zip(layers, windows)
+    ]
+    layer = (c_int64 * (len(rows) * len(rows[0])))(*chain(*rows))
+    first, size = layers[0], numbers.head_dim
+    heads, kv_heads = len(first.q) // size, len(first.k) // size
+    cached = _Cached(
+        *(0, k.data_ptr(), v.data_ptr()),
+        *(heads * size, size, heads, kv_heads, size, 0, numbers.scale, 0.0),
+        threads=torch.get_num_threads(),
+    )
+    what = _Layers(cached, ctypes.addressof(layer), len(rows), k.stride(0))
+    what.D, what.F = first.q.shape[1], len(first.gate)
+    what.eps, what.offset, what.act = numbers.eps, numbers.offset, ACTS[numbers.act]
+    return what, layer
+
+
+def keep(what: _Layers, kept: NewRows) -> None:
+    """Activations are written there."""
+    what.kept[:] = [x.data_ptr() + kept.first * x.stride(1) * x.element_size() for x in kept.kinds]
+    what.kept_layer[:] = [x.stride(0) for x in kept.kinds]
+
+
+def check_kept(kept: NewRows, layers: Sequence[LayerWeights], hidden: int, heads: int) -> None:
+    """C writes as many numbers as the weights have rows."""
+    first = layers[0]
     own, shared, ffn = len(first.q), len(first.k), len(first.gate)
     widths = (own, shared, shared, own, heads, hidden, ffn, ffn, hidden)
-    wanted = [(len(layers), tokens, width) for width in widths]
-    if [tuple(x.shape) for x in kept] != wanted or any(x.stride()[1:] != (x.shape[2], 1) for x in kept):
-        raise ValueError(f"activations: room of {[tuple(x.shape) for x in kept]}, expected {wanted}")
+    room = len(kept.kinds[0][0]) if kept.kinds else 0
+    wanted = [(len(layers), room, width) for width in widths]
+    dense = all(x.is_contiguous() and x.dtype is torch.float32 for x in kept.kinds)
+    if (
+        not dense
+        or [tuple(x.shape) for x in kept.kinds] != wanted
+        or not 0 <= kept.first <= room - kept.tokens
+    ):
+        raise ValueError(
+            f"activations: room of {[tuple(x.shape) for x in kept.kinds]}, rows {kept.first} to "
+            f"{kept.first + kept.tokens}, expected {wanted}"
+        )

@@ -50,6 +50,8 @@ class Decoder:
     layers: int
     kv_heads: int
     head_dim: int
+    plain: fused_forward.PlainModel | None = None
+    """The same, for a decode step in one call of C; None: it has more than C computes."""
 
 
 def decoder(model: PreTrainedModel, ops: Ops, *, compile: bool = False) -> Decoder:
@@ -68,8 +70,8 @@ def decoder(model: PreTrainedModel, ops: Ops, *, compile: bool = False) -> Decod
         return Decoder(hf_forward.modules(model, config, compile=compile), head, "modules", *seen)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    hidden = fused_forward.functional(model, ops, family=family, compile=compile)
-    return Decoder(hidden, head, "functional", config.num_hidden_layers, kv_heads, head_dim)
+    hidden, plain = fused_forward.functional(model, ops, family=family, compile=compile)
+    return Decoder(hidden, head, "functional", config.num_hidden_layers, kv_heads, head_dim, plain)
 
 
 def output_head(model: PreTrainedModel, config: Any) -> OutputHead:

@@ -1042,3 +1042,85 @@ int whet_cached_layers(const Layers *a, float *delta, float *sum) {
     free(x);
     return failed;
 }
+
+/* ---- a whole decode step --------------------------------------------------------------------------------------- */
+
+enum { SLOT, LAST, ENDS, CELL, TOKEN, LENGTH, STATES }; /* rows of `LiveRows.state` of runner.py */
+
+typedef struct {
+    Layers layers; /* of them h, cos, sin, page, slot, N and the cache's keys, rows and table are set here */
+    const float *embed, *norm, *head; /* [V, D], [D], [V, D] */
+    const float *cos, *sin; /* [positions, head size] */
+    i64 V, positions, pages;
+    i64 *state; /* [STATES, rows] */
+    const int32_t *table; /* [rows, table_n] */
+    i64 rows, table_n;
+    const float *heat; /* [rows], what logits are divided by; or NULL: all by `temperature` */
+    float temperature;
+    const double *uniform; /* by cell, as the next three */
+    i64 *token;
+    float *logp, *sample_logp;
+    const uint8_t *ends; /* end sets */
+    i64 *number, first_number; /* [pages, KEYS] which row of the activations a token has, from first_number on, or -1; or NULL */
+} Step;
+
+/* Where a row's next token stands. Returns whether all its pages exist. */
+static int place(const Step *s, i64 b, i64 *page, i64 *slot) {
+    const int32_t *own = s->table + b * s->table_n;
+    i64 length = s->state[LENGTH * s->rows + b], last = length / KEYS;
+    if (last >= s->table_n || length >= s->positions) return 0;
+    for (i64 p = 0; p <= last; p++) if (own[p] < 0 || own[p] >= s->pages) return 0;
+    *page = own[last], *slot = length % KEYS;
+    return 1;
+}
+
+/* What `Runner.step` does for rows for which temperature is all: by the same kernels in the same order, so bits are the
+   same. ended[b]: the row ends with this token. Returns the number of rows whose logits allow no sample; -1 where memory
+   ran out, -2 where a row has a page, a token or a position that does not exist. Then nothing has moved on. */
+i64 whet_decode_step(const Step *s, uint8_t *ended) {
+    Layers a = s->layers;
+    i64 B = s->rows, D = a.D, H = a.cached.D, V = s->V, *state = s->state, bad = -2;
+    int threads = (int)a.cached.threads, fits = 1;
+    float *x = scratch_bytes(sizeof(float) * B * (4 * D + 2 * H + V + 1));
+    i64 *page = scratch_bytes(sizeof(i64) * B * 4);
+    double *uniform = scratch_bytes(sizeof(double) * B);
+    if (!x || !page || !uniform) {
+        bad = -1;
+        goto done;
+    }
+    float *delta = x + B * D, *sum = delta + B * D, *h = sum + B * D, *cos = h + B * D, *sin = cos + B * H;
+    float *logits = sin + B * H, *logp = logits + B * V;
+    i64 *slot = page + B, *keys = slot + B, *token = keys + B;
+    for (i64 b = 0; b < B; b++) {
+        i64 fed = state[TOKEN * B + b], length = state[LENGTH * B + b];
+        fits = fits && fed >= 0 && fed < V && place(s, b, page + b, slot + b);
+        if (!fits) goto done;
+        keys[b] = length + 1, uniform[b] = s->uniform[state[CELL * B + b]];
+        memcpy(h + b * D, s->embed + fed * D, sizeof(float) * D);
+        memcpy(cos + b * H, s->cos + length * H, sizeof(float) * H);
+        memcpy(sin + b * H, s->sin + length * H, sizeof(float) * H);
+    }
+    a.h = h, a.cos = cos, a.sin = sin, a.page = page, a.slot = slot, a.N = B;
+    a.cached.table = s->table, a.cached.table_n = s->table_n, a.cached.keys = keys, a.cached.rows = B;
+    bad = -1;
+    if (whet_cached_layers(&a, delta, sum)) goto done;
+    whet_rms_norm(delta, sum, s->norm, x, sum, B, D, a.eps, a.offset, threads);
+    if (whet_linear(x, D, s->head, D, logits, B, V, D, 0, threads)) goto done;
+    for (i64 b = 0; b < B; b++) {
+        float heat = s->heat ? s->heat[b] : s->temperature;
+        for (i64 v = 0; heat != 1 && v < V; v++) logits[b * V + v] /= heat;
+    }
+    bad = whet_sample(logits, uniform, token, logp, B, V, threads);
+    for (i64 b = 0; !bad && b < B; b++) bad += !isfinite(logp[b]);
+    for (i64 b = 0; !bad && b < B; b++) {
+        i64 cell = state[CELL * B + b]++;
+        state[TOKEN * B + b] = s->token[cell] = token[b];
+        state[LENGTH * B + b]++;
+        s->logp[cell] = s->sample_logp[cell] = logp[b];
+        ended[b] = s->ends[state[ENDS * B + b] + token[b]] || cell == state[LAST * B + b];
+        if (s->number) s->number[page[b] * KEYS + slot[b]] = s->first_number < 0 ? -1 : s->first_number + b;
+    }
+done:
+    free(x), free(page), free(uniform);
+    return bad;
+}

@@ -60,7 +60,7 @@ class Parallel:
         if own:
             hidden = hf_forward.modules(model, config, compile=compile)
         else:
-            hidden = fused_forward.functional(model, ops, family=self.stage.family, compile=compile)
+            hidden, _ = fused_forward.functional(model, ops, family=self.stage.family, compile=compile)
         head = forward.output_head(model, config) if self.stage.last else None
         kv_heads = (
             getattr(config, "num_key_value_heads", None) or config.num_attention_heads

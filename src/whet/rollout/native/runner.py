@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from whet.models import paged
 from whet.models.activations import Activations
 from whet.models.attention import PAGE, CachedAttention, KvCache
+from whet.models.compiled_step import Cells, CompiledStep
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits
@@ -76,7 +78,9 @@ def make_rows(requests: list[Generation], state: Tensor, *, columns: int) -> Liv
     return LiveRows(
         requests=requests,
         state=state,
-        temperature=heat[0] if len(set(heat)) == 1 else torch.tensor(heat, device=state.device),
+        temperature=heat[0]
+        if len(set(heat)) == 1
+        else torch.tensor(heat, dtype=torch.float32, device=state.device),
         special=_special(requests, filtered, state=state, columns=columns) if filtered else None,
         watched=[i for i, r in enumerate(requests) if r.stop_text is not None],
     )
@@ -135,6 +139,7 @@ class Runner:
         self.routed: RoutedPages | None = None
         self.kept = None if kept is None else KeptPages(kept, self.pages)
         self.fixed: FixedShapeStep | None = None
+        self.compiled: CompiledStep | None = None
         cells = max_num_seqs * columns
         self.uniform = torch.empty(cells, dtype=torch.float64, device=self.device)
         self.token = torch.empty(cells, dtype=torch.int64, device=self.device)
@@ -174,11 +179,15 @@ class Runner:
 
     def release(self) -> None:
         """Give the memory of the cache and the graphs back. No row may be live."""
-        self.cache = self.fixed = self.routed = None
+        self.cache = self.fixed = self.compiled = self.routed = None
 
     def _fix_shapes(self) -> None:
-        """Steps of this decoder on this cache, if they are captured at all."""
-        self.fixed = None
+        """Steps of this decoder on this cache, if they are captured at all, or made in one call."""
+        self.fixed = self.compiled = None
+        plain, head = self.decoder.plain, self.decoder.head
+        single = self.device.type == "cpu" and head.linear.weight.dtype is torch.float32
+        if plain is not None and single and self.cache is not None and self.routes is None:
+            self.compiled = CompiledStep(plain, head, self.cache)
         if self.recorder is not None and self.cache is not None:
             self.fixed = FixedShapeStep(
                 self.module,
@@ -265,11 +274,13 @@ class Runner:
     @torch.no_grad()
     def step(self) -> list[Generation]:
         """One more token for every live row. Returns the requests that have ended with it."""
-        state = self.live.state
-        hidden_BD = self._hidden(state[TOKEN:], self.table_BP[:, : self.longest // PAGE + 1])
-        state[LENGTH] += 1
+        rows, done = self.live, self._in_one_call()
+        if done is None:
+            hidden_BD = self._hidden(rows.state[TOKEN:], self.table_BP[:, : self.longest // PAGE + 1])
+            rows.state[LENGTH] += 1
+            done = self._advance(rows, hidden_BD)
         self.longest += 1
-        return self._take_out(self._advance(self.live, hidden_BD))
+        return self._take_out(done)
 
     def newest(self) -> list[tuple[Generation, int, int]]:
         """Of each live row: its request, how many tokens that has sampled by now, and the last of them."""
@@ -280,6 +291,24 @@ class Runner:
         ]
 
     # -- inside
+
+    def _in_one_call(self) -> list[int] | None:
+        """The rows that end with the next token of each, which is written down. None where that takes several calls."""
+        rows = self.live
+        if self.compiled is None or rows.special is not None:
+            return None
+        done = self.compiled(
+            rows.state,
+            self.table_BP,
+            rows.temperature,
+            longest=self.longest,
+            cells=Cells(self.uniform, self.token, self.logp, self.sample_logp),
+            ends=self.end_table,
+            kept=None if self.kept is None else self.kept.of_step,
+        )
+        if done is None or not rows.watched:
+            return done
+        return sorted({*done, *self._met(rows, rows.state[TOKEN])})
 
     def _hidden(self, fed_2B: Tensor, table_BP: Tensor) -> Tensor:
         """[B, D] for [2, B] (token to feed, tokens in the cache)."""
@@ -414,17 +443,12 @@ class Runner:
         rows = self.live
         slots, _, _, cells, _, lengths = rows.state.tolist()
         spans = [slice(slots[i] * self.columns, cells[i]) for i in at]
-        said = [
-            # of all rows, so that the host waits once for each
-            torch.cat([x[span] for span in spans]).tolist()
-            for x in (self.token, self.logp, self.sample_logp)
-        ]
-        start = 0
-        for i, span in zip(at, spans):
-            request, part = rows.requests[i], slice(start, start := start + span.stop - span.start)
-            request.token_ids += said[0][part]
-            request.logprobs += said[1][part]
-            request.sample_logprobs += said[2][part]
+        said = [_on_host(x, spans) for x in (self.token, self.logp, self.sample_logp)]
+        for i, tokens, logps, sample_logps in zip(at, *said):
+            request = rows.requests[i]
+            request.token_ids += tokens
+            request.logprobs += logps
+            request.sample_logprobs += sample_logps
             if self.routed is not None:
                 pages = self.table_SP[self.slots[request]].tolist()
                 request.experts.append(self.routed.of(pages, request.routed, lengths[i]))
@@ -455,10 +479,24 @@ def ended(done_B: Tensor, logp_B: Tensor) -> list[int]:
     """The rows that have ended: all that the host asks of the device in a step.
 
     Raises WhetError where a row's log-prob is not finite, as its logits allowed no sample."""
-    ends = done_B.to(torch.int8).masked_fill(~logp_B.isfinite(), 2).tolist()
-    if bad := ends.count(2):
+    if logp_B.is_cpu:  # numpy's calls take a fraction of torch's on so few numbers
+        ends = np.flatnonzero(done_B.numpy()).tolist()
+        bad = len(logp_B) - int(np.count_nonzero(np.isfinite(logp_B.numpy())))
+    else:
+        codes = done_B.to(torch.int8).masked_fill(~logp_B.isfinite(), 2).tolist()
+        bad, ends = codes.count(2), [i for i, code in enumerate(codes) if code]
+    if bad:
         raise bad_logits(bad)
-    return [i for i, end in enumerate(ends) if end]
+    return ends
+
+
+def _on_host(x: Tensor, spans: list[slice]) -> list[list[Any]]:
+    """The numbers of each span."""
+    if x.is_cpu:
+        numbers = x.numpy()
+        return [numbers[span].tolist() for span in spans]
+    parts = [x[span] for span in spans]
+    return [part.tolist() for part in torch.cat(parts).cpu().split([len(part) for part in parts])]
 
 
 def _shape(d: Decoder) -> tuple[int, int, int, int]:

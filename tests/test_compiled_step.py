@@ -1,0 +1,254 @@
+"""A decode step in one call of C has the bits of one that is made operation by operation, and refuses what it cannot
+compute."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asking import reply
+from tiny import FAMILIES, SPARSE, VOCAB, tiny_model
+from whet import environment
+from whet.config.sizes import Shape, config_sizes
+from whet.models import kernels
+from whet.models.activations import Activations
+from whet.models.compiled_step import CompiledStep
+from whet.rollout.native.engine import NativeEngine
+from whet.rollout.native.runner import LENGTH, Runner
+from whet.types import Completion, ConfigError, Sampling, WhetError
+
+environment.prepare(threads=None, exact=True)
+
+try:
+    OPS = kernels.load("compiled")
+except ConfigError:
+    pytest.skip("without a compiler there is no such step", allow_module_level=True)
+
+PLAIN = [kind for kind in FAMILIES if kind not in SPARSE and kind != "gemma"]
+Job = tuple[list[int], Sampling]
+
+
+def jobs(seed: int = 0, **options: Any) -> list[Job]:
+    """Replies of 1 to 40 tokens to groups of prompts of 3 to 40 tokens, at two temperatures."""
+    draw = random.Random(seed)
+    asked: list[Job] = []
+    for n in range(5):
+        prompt = [draw.randrange(2, VOCAB) for _ in range(draw.randrange(3, 41))]
+        for i in range(3):
+            how: dict[str, Any] = {"max_tokens": draw.randrange(1, 41), "temperature": (1.0, 0.7)[i % 2]}
+            asked.append((prompt, Sampling(key=10 * n + i, **{**how, **options})))
+    return asked
+
+
+def engine_of(model: PreTrainedModel, *, rows: int = 0, **options: Any) -> NativeEngine:
+    kept = None
+    if rows:
+        shape = Shape(**config_sizes(model.config.to_dict()))
+        kept = Activations(shape.layer_outputs, layers=shape.layers, rows=rows)
+    return NativeEngine(model, OPS, end_token_ids=[1], max_context=100, kept=kept, **options)
+
+
+class Counted:
+    """How many steps were made in one call, and how many otherwise."""
+
+    def __init__(self) -> None:
+        self.whole = self.single = 0
+
+
+def sampled(engine: NativeEngine, asked: list[Job]) -> tuple[list[Completion], Counted]:
+    counted, whole = Counted(), Runner._in_one_call
+
+    def count(runner: Runner) -> list[int] | None:
+        done = whole(runner)
+        if done is None:
+            counted.single += 1
+        else:
+            counted.whole += 1
+        return done
+
+    async def all_of_them() -> list[Completion]:
+        work = asyncio.gather(*(reply(engine, p, s) for p, s in asked))
+        return list(await asyncio.wait_for(work, 60))
+
+    with patch.object(Runner, "_in_one_call", count):
+        if engine.runner.kept is None:
+            return asyncio.run(all_of_them()), counted
+        with engine.keeping():
+            return asyncio.run(all_of_them()), counted
+
+
+def one_by_one(engine: NativeEngine, asked: list[Job]) -> list[Completion]:
+    """The same without the step in one call."""
+    with patch.object(CompiledStep, "_described", lambda step: None):
+        done, counted = sampled(engine, asked)
+    assert not counted.whole
+    return done
+
+
+def same(a: list[Completion], b: list[Completion]) -> bool:
+    return [(x.token_ids, x.logprobs, x.sample_logprobs, x.finish_reason) for x in a] == [
+        (x.token_ids, x.logprobs, x.sample_logprobs, x.finish_reason) for x in b
+    ]
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_the_same_bits_are_sampled(kind: str) -> None:
+    asked = jobs()
+    whole, counted = sampled(engine_of(tiny_model(kind)), asked)
+    assert counted.whole > 20
+    assert not counted.single
+    assert same(whole, one_by_one(engine_of(tiny_model(kind)), asked))
+
+
+@pytest.mark.parametrize("kind", [*SPARSE, "gemma"])
+def test_a_model_that_has_more_is_computed_by_single_operations(kind: str) -> None:
+    _, counted = sampled(engine_of(tiny_model(kind)), jobs())
+    assert counted.single > 20
+    assert not counted.whole
+
+
+def decode(tokens: Any) -> str:
+    return "".join(chr(97 + t % 26) for t in tokens)
+
+
+def test_rows_with_stop_strings() -> None:
+    asked = jobs(1, stop=("a", "bc"))
+    whole, counted = sampled(engine_of(tiny_model(), decode=decode, max_num_seqs=8), asked)
+    assert counted.whole
+    assert not counted.single
+    assert {x.finish_reason for x in whole} == {"stop", "length"}
+    assert same(whole, one_by_one(engine_of(tiny_model(), decode=decode, max_num_seqs=8), asked))
+
+
+def test_rows_with_filters_are_sampled_by_single_operations() -> None:
+    _, counted = sampled(engine_of(tiny_model()), jobs(2, top_k=5))
+    assert counted.single
+    assert not counted.whole
+
+
+@pytest.mark.parametrize("rows", [4096, 150])
+def test_the_same_activations_are_kept(rows: int) -> None:
+    """Where there is room."""
+    asked, engines = jobs(3), [engine_of(tiny_model(), rows=rows) for _ in range(2)]
+    whole, counted = sampled(engines[0], asked)
+    assert counted.whole
+    assert same(whole, one_by_one(engines[1], asked))
+    memories = [engine.runner.kept for engine in engines]
+    assert memories[0] is not None
+    assert memories[1] is not None
+    a, b = (memory.kept for memory in memories if memory is not None)
+    assert a.known.keys() == b.known.keys()
+    assert bool(a.known)
+    for key, at in a.known.items():
+        assert at.tolist() == b.known[key].tolist()
+    used = a.next - a.first
+    assert used == b.next - b.first
+    assert all(torch.equal(x[:, :used], y[:, :used]) for x, y in zip(a.kinds, b.kinds))
+    assert (memories[0].number == memories[1].number).all()
+
+
+def test_threads_change_no_bit() -> None:
+    asked = jobs(4)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        two, _ = sampled(engine_of(tiny_model()), asked)
+    finally:
+        torch.set_num_threads(before)
+    assert same(two, sampled(engine_of(tiny_model()), asked)[0])
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def other_memory(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.detach() * 1.5
+
+
+def one_other_parameter(model: Any) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach() * 1.5)
+
+
+def other_precision(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().double()
+
+
+@pytest.mark.parametrize("change", [in_place, other_memory, one_other_parameter])
+def test_changed_weights_are_seen(change: Callable[[Any], None]) -> None:
+    asked, model, other = jobs(5), tiny_model(), tiny_model()
+    engine = engine_of(model)
+    before, _ = sampled(engine, asked)
+    change(model)
+    change(other)
+    engine.runner.clear()
+    engine.scheduler.pages.forget()
+    after, counted = sampled(engine, asked)
+    assert counted.whole
+    assert not same(before, after)
+    assert same(after, one_by_one(engine_of(other), asked))
+
+
+def test_weights_of_another_dtype_are_not_read_as_float32() -> None:
+    """The step is left to torch, which says what does not fit."""
+    model = tiny_model()
+    engine = engine_of(model)
+    sampled(engine, jobs(6))
+    step = engine.runner.compiled
+    assert step is not None
+    assert step._described() is not None
+    other_precision(model)
+    assert step._described() is None
+
+
+def test_logits_that_allow_no_sample_end_the_step_by_name() -> None:
+    model = tiny_model()
+    engine, asked = engine_of(model), jobs(7, min_tokens=0)
+    before_step = Runner._in_one_call
+
+    def spoiled(runner: Runner) -> list[int] | None:
+        with torch.no_grad():
+            next(iter(model.parameters())).fill_(torch.nan)
+        return before_step(runner)
+
+    with (
+        patch.object(Runner, "_in_one_call", spoiled),
+        pytest.raises(WhetError, match=r"cannot sample: in \d+ row"),
+    ):
+        asyncio.run(asyncio.wait_for(reply(engine, *asked[0]), 60))
+
+
+@pytest.mark.parametrize("page", [-1, 10_000])
+def test_a_page_that_does_not_exist_is_refused(page: int) -> None:
+    engine = engine_of(tiny_model())
+    prompt, how = jobs(8, max_tokens=30)[0]
+
+    def damaged(runner: Runner) -> Tensor:
+        table = runner.table_BP.clone()
+        table[0, int(runner.live.state[LENGTH, 0]) // 16] = page
+        return table
+
+    original = Runner._in_one_call
+
+    def with_damage(runner: Runner) -> list[int] | None:
+        runner.table_BP = damaged(runner)
+        return original(runner)
+
+    with (
+        patch.object(Runner, "_in_one_call", with_damage),
+        pytest.raises(ValueError, match="page that is not one of the cache's"),
+    ):
+        asyncio.run(asyncio.wait_for(reply(engine, prompt, how), 60))
