@@ -31,7 +31,8 @@ STEP = {"rollout/native/runner.py:ended": 1}
 """Where the host waits in a decode step: it learns which rows end."""
 SAMPLING = {
     "rollout/native/runner.py:ended",
-    "rollout/native/runner.py:_take_out",  # what rows have sampled, when some end
+    "rollout/native/runner.py:_take_out",
+    "rollout/native/runner.py:_on_host",  # what rows have sampled, when some end
 }
 UPDATE = {
     "models/packing.py:layout",  # once for each micro-batch: what is computed, and which tokens predict

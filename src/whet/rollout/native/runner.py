@@ -184,11 +184,10 @@ class Runner:
     def _fix_shapes(self) -> None:
         """Steps of this decoder on this cache, if they are captured at all, or made in one call."""
         self.fixed = self.compiled = None
-        plain, head = self.decoder.plain, self.decoder.head
-        single = self.device.type == "cpu" and head.linear.weight.dtype is torch.float32
-        if plain is not None and single and self.cache is not None and self.routes is None:
-            self.compiled = CompiledStep(plain, head, self.cache)
-        if self.recorder is not None and self.cache is not None:
+        if self.cache is None:
+            return
+        plain, weight = self.decoder.plain, self.decoder.head.linear.weight
+        if self.recorder is not None:
             self.fixed = FixedShapeStep(
                 self.module,
                 self.decoder,
@@ -199,6 +198,8 @@ class Runner:
                 max_num_seqs=self.table_SP.shape[0],
                 max_pages=self.table_SP.shape[1],
             )
+        elif plain is not None and self.routes is None and weight.is_cpu and weight.dtype is torch.float32:
+            self.compiled = CompiledStep(plain, self.decoder.head, self.cache)
 
     def adopt(self, module: PreTrainedModel) -> None:
         """Sample from this module from now on. No row may be live."""
