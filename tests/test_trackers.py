@@ -471,9 +471,26 @@ def test_swanlab_does_not_record_a_command_line_with_a_secret(
     start(tmp_path / "run", config("swanlab"))
     (tmp_path / "cmdline").unlink()  # macOS has none
     monkeypatch.setattr(sys, "orig_argv", given.split())
-    monkeypatch.delenv("SWANLAB_PROBE_RUNTIME", raising=False)
     start(tmp_path / "again", config("swanlab"))
     assert swanlab.runtimes == [records, records]
+
+
+@pytest.mark.parametrize("set_before", [None, "true"])
+def test_a_later_run_of_swanlab_records_the_system_as_its_user_says(
+    set_before: str | None, swanlab: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is set because a command line contains a secret is set for this run alone, however it begins."""
+    if set_before:
+        monkeypatch.setenv("SWANLAB_PROBE_RUNTIME", set_before)
+    secrets.learn("JUDGE_KEY", "sk-12345678")
+    (tmp_path / "cmdline").write_text("whet train key=sk-12345678")
+    monkeypatch.setattr(remote, "_COMMAND_LINE", tmp_path / "cmdline")
+    start(tmp_path / "run", config("swanlab"))
+    swanlab.error = RefusalError("no key")
+    with pytest.raises(ConfigError):
+        start(tmp_path / "refused", config("swanlab"))
+    assert swanlab.runtimes == ["false"]
+    assert os.environ.get("SWANLAB_PROBE_RUNTIME") == set_before
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from math import inf
@@ -42,6 +43,8 @@ _TAG_CHARS = 5000
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 """Of one request to an MLflow server, where the user has set nothing: by itself the package holds a step for minutes
 when the server answers 500, and for a quarter of an hour when it does not answer."""
+_RECORDS_SYSTEM = "SWANLAB_PROBE_RUNTIME"
+"""SwanLab reads it when a run begins."""
 _COMMAND_LINE = Path("/proc/self/cmdline")
 _PAUSE_S = 60.0
 """Between attempts to reach an MLflow server that is away."""
@@ -105,19 +108,18 @@ class SwanLab:
 
         cfg = sinks.cfg
         labels = {"group": cfg.track.group, "tags": list(cfg.track.tags)}
-        if _is_secret_command():
-            os.environ["SWANLAB_PROBE_RUNTIME"] = "false"  # what it records there includes the command line
         try:
-            swanlab.init(
-                project=cfg.track.project,
-                experiment_name=cfg.name,
-                id=sinks.record.identity,
-                resume="allow",
-                config=redact_tree(dump(cfg)),
-                logdir=str(sinks.record.path / "swanlab"),
-                **{name: label for name, label in labels.items() if label},
-                **given,
-            )
+            with _without_system() if _is_secret_command() else nullcontext():
+                swanlab.init(
+                    project=cfg.track.project,
+                    experiment_name=cfg.name,
+                    id=sinks.record.identity,
+                    resume="allow",
+                    config=redact_tree(dump(cfg)),
+                    logdir=str(sinks.record.path / "swanlab"),
+                    **{name: label for name, label in labels.items() if label},
+                    **given,
+                )
         except Exception as e:  # its own AuthenticationError among others
             raise _refused("swanlab", "mode: offline", e) from e
         self._swanlab, self._prefix = swanlab, sinks.prefix
@@ -305,6 +307,18 @@ def _is_secret_command() -> bool:
     except OSError:  # not Linux
         given = " ".join(sys.orig_argv)
     return redact(given) != given
+
+
+@contextmanager
+def _without_system() -> Iterator[None]:
+    """A run of SwanLab that begins inside does not record the system, to which the command line belongs."""
+    before = os.environ.get(_RECORDS_SYSTEM)
+    os.environ[_RECORDS_SYSTEM] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(_RECORDS_SYSTEM, None)
+        os.environ |= {} if before is None else {_RECORDS_SYSTEM: before}
 
 
 def _is_refusal(error: Exception) -> bool:
