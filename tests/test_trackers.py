@@ -996,6 +996,50 @@ def test_samples_that_nothing_shows_are_refused(track: dict[str, Any], algorithm
         plans(load(None, (), tree))
 
 
+@pytest.mark.parametrize(
+    ("track", "said"),
+    [
+        ({"log_samples": 2}, "no tracker in track.trackers shows rollouts; "),
+        (
+            {"trackers": ["tensorboard"], "log_samples": 2, "rollouts_interval": 0},
+            "no rollouts are recorded;",
+        ),
+        ({"dump": {"rollouts": "a"}, "rollouts_interval": 0}, "no rollouts are written;"),
+    ],
+)
+def test_the_reason_that_all_stages_share_is_told(track: dict[str, Any], said: str) -> None:
+    """Of the first stage alone, which samples nothing, the user could conclude that the second one needs no tracker."""
+    tree = {key: value for key, value in RUN.items() if key != "data"} | {
+        "track": {"trackers": ["jsonl"]} | track,
+        "stages": [
+            {"name": "sft", "algorithm": {"name": "sft"},
+             "data": {"train": [{"rows": [{"prompt": "a", "response": "b"}]}]}},
+            {"name": "rl", "data": RUN["data"]},
+        ],
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        plans(load(None, (), tree))
+    assert f"has no effect: {said}" in str(caught.value)
+
+
+def test_reasons_of_single_stages_are_told_with_their_stage() -> None:
+    tree = {key: value for key, value in RUN.items() if key != "data"} | {
+        "buffer": {"replay": {"share": 0.5}},
+        "stages": [
+            {"name": "sft", "algorithm": {"name": "sft"},
+             "data": {"max_prompt_tokens": 8, "train": [{"rows": [{"prompt": "a", "response": "b"}]}]}},
+            {"name": "rl", "data": RUN["data"], "buffer": {"replay": {"queue": True}},
+             "rollout": {"schedule": "async"}},
+        ],
+    }  # fmt: skip
+    reasons = (
+        r"stages\[0\] \('sft'\): the replies are in the data [^;]*; "
+        r"stages\[1\] \('rl'\): buffer.replay.queue=true: [^;]*; leave it out$"
+    )
+    with pytest.raises(ConfigError, match=f"buffer.replay.share: has no effect: {reasons}"):
+        plans(load(None, (), tree))
+
+
 def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     assert "'consol' is not known; did you mean 'console'?" in refused("track.trackers=[consol]")

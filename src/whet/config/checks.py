@@ -26,7 +26,7 @@ from whet.config.evaluation import (
     observation_tokens,
     writes_replies,
 )
-from whet.config.faults import by_stage
+from whet.config.faults import by_stage, named
 from whet.config.functions import ORDERS, PRIORITIES
 from whet.config.keys import Path, dotted, lookup
 from whet.config.learning import train_problems
@@ -227,16 +227,33 @@ def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Pat
     for n, stage in enumerate(given):
         own = leaves(stage)
         out += [
-            (("stages", n, *path), why) for path, value in own if (why := _why_idle(path, value, rules[n]))
+            (("stages", n, *path), _told(whys[0]))
+            for path, value in own
+            if (whys := _whys_idle(path, value, rules[n]))
         ]
     for path, value in leaves({k: v for k, v in tree.items() if k != "stages"}):
         heirs = [n for n, stage in enumerate(given) if not _replaced(path, tree, stage)]
-        whys = [_why_idle(path, value, rules[n]) for n in heirs]
+        whys = [_whys_idle(path, value, rules[n]) for n in heirs]
         if not heirs:
             out.append((path, f"every stage overrides it; leave it out, or write stages.NAME.{dotted(path)}"))
         elif all(whys):
-            out.append((path, whys[0]))
+            out.append((path, _told(_shared(whys) or "; ".join(_by_stage(heirs, whys, tree)))))
     return out
+
+
+def _shared(whys: Sequence[Sequence[str]]) -> str:
+    """The first reason of all stages, or ''."""
+    return next((why for why in whys[0] if all(why in others for others in whys)), "")
+
+
+def _by_stage(heirs: Sequence[int], whys: Sequence[Sequence[str]], tree: Json) -> Iterator[str]:
+    """The first reason of each stage, with its name."""
+    for n, (first, *_) in zip(heirs, whys, strict=True):
+        yield f"{named(('stages', n), tree)}: {first}"
+
+
+def _told(why: str) -> str:
+    return f"has no effect: {why}; leave it out"
 
 
 def _replaced(path: Path, tree: Mapping[str, Json], stage: Mapping[str, Json]) -> bool:
@@ -276,17 +293,18 @@ def _is_default(path: Path, value: Json) -> bool:
     return key is not None and bool(value == key.default)
 
 
-def _why_idle(path: Path, value: Json, rules: Mapping[str, Sequence[_Idle]]) -> str:
-    """Why a set value has no effect, or ''.
+def _whys_idle(path: Path, value: Json, rules: Mapping[str, Sequence[_Idle]]) -> list[str]:
+    """Why a set value has no effect, each reason; none: it has one.
 
     null and empty values pass, except an empty section where the default is no section: it requests the defaults of
     the section.
     """
     if value is None or not path or value == [] or (value == {} and not is_optional(path)):
-        return ""
-    for parts, why, default_passes in rules.get(str(path[0]), ()):
-        if len(path) < len(parts) or any(p not in ("*", str(at)) for p, at in zip(parts, path)):
-            continue
-        if not (default_passes and (value is False or _is_default(path, value))):
-            return f"has no effect: {why}; leave it out"
-    return ""
+        return []
+    return [
+        why
+        for parts, why, default_passes in rules.get(str(path[0]), ())
+        if len(path) >= len(parts)
+        and all(p in ("*", str(at)) for p, at in zip(parts, path))
+        and not (default_passes and (value is False or _is_default(path, value)))
+    ]
