@@ -324,6 +324,14 @@ HOW = {name: value for name, value in list(globals().items()) if asyncio.iscorou
 
 # makers that never come back in the first attempt of one task
 
+def nothing(task):
+    return None
+
+
+def down(task):
+    raise OSError("no such world")
+
+
 def late(task, world):
     if task.uid == 11 and world.attempt == 0:
         time.sleep(1000)
@@ -704,8 +712,8 @@ def test_hosts_may_be_closed_while_one_of_them_ends(opened: Opened) -> None:
 
 
 LATE = {
-    "late": "env timeout: make took more than 1 s, and is still running",
-    "late_async": "env timeout: make took more than 1 s",
+    "late": "env timeout: rollout.env.make took more than 1 s, and is still running",
+    "late_async": "env timeout: rollout.env.make took more than 1 s",
     "late_blocking": "env timeout: code in an async method held the event loop for more than 1 s",
 }
 
@@ -722,6 +730,21 @@ def test_a_maker_that_hangs_is_a_fault_of_its_episode_and_a_retry_mends_it(
     assert found == {uid: rollout for uid, rollout in clean.items() if uid != 11}
     assert hosts.restarts == (name != "late_async"), "a host whose code goes on is replaced"
     assert play(hosts.make, retries=1) == clean
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", "env bad value: rollout.env.make returned NoneType without `first`; expected an Env"),
+        ("down", "env raised OSError: no such world (zoo.py:"),
+    ],
+)
+def test_what_a_maker_does_wrong_is_told_by_its_key(opened: Opened, name: str, said: str) -> None:
+    """A run in which every maker does ends with this as the main cause."""
+    for rollout in play(opened(name).make).values():
+        assert rollout.error is not None
+        assert rollout.error.startswith(said)
+        assert "rollout.env.make" in rollout.error
 
 
 def test_a_failed_episode_is_retried_and_knows_its_attempt_and_its_place_in_the_group(opened: Opened) -> None:

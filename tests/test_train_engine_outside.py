@@ -154,6 +154,14 @@ def test_an_engine_that_is_no_subclass_trains_the_same_bits(mine: Path, tmp_path
             ("rewards={}", "rollout.env.make=builtins:dict"),
             "rollout.env.make 'builtins:dict' does not say which parameters it takes",
         ),
+        (
+            ("rewards={}", "rollout.env.make=builtins:len"),
+            "rollout.env.make: len is a built-in function of Python, which makes no environment; expected",
+        ),
+        (
+            ("rewards={}", "rollout.env.make={mine}:bare_rollouts"),
+            r"rollout.env.make takes \(\): too many .*; expected make\(task",
+        ),
         (("algorithm.loss=builtins:dict",), "loss 'builtins:dict' does not say which parameters it takes"),
         (("train.engine={mine}:bare",), r"bare takes \(model\): too many positional .*TorchEngine is"),
         (("rollout.engine={mine}:bare_rollouts",), r"bare_rollouts takes \(\); expected one .*EngineInputs"),

@@ -274,7 +274,12 @@ def bound(
 
 
 def check_arguments(make: Callable[..., Any], arguments: Mapping[str, Json]) -> None:
-    """ConfigError if `make(task, world, **arguments)` cannot be called."""
+    """ConfigError if `make(task, world, **arguments)` cannot be called, or makes no environment for sure."""
+    if inspect.isbuiltin(make):
+        raise ConfigError(
+            f"rollout.env.make: {make.__name__} is a built-in function of Python, which makes no environment; expected "
+            "a function make(task, **arguments) or make(task, world, **arguments) that returns an Env"
+        )
     parameters = inspect.signature(make).parameters
     free = [name for name in list(parameters)[1:] if name != "world"]
     variadic = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

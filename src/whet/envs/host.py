@@ -272,11 +272,13 @@ class EnvHost:
             return env
 
         work = make if inspect.iscoroutinefunction(self.make) else made
-        playing.env = await self._call(playing, "make", work)
+        playing.env = await self._call(playing, "rollout.env.make", work)
         for name in ("first", "step"):
             if not callable(getattr(playing.env, name, None)):
                 kind = type(playing.env).__name__
-                raise CallFailed(f"bad value: make returned {kind} without `{name}`; expected an Env")
+                raise CallFailed(
+                    f"bad value: rollout.env.make returned {kind} without `{name}`; expected an Env"
+                )
         if playing.pool is not None and all(map(inspect.iscoroutinefunction, methods(playing.env))):
             playing.pool.shutdown(wait=False)
             playing.pool = None
@@ -309,7 +311,7 @@ class EnvHost:
             await asyncio.wait({playing.task}, timeout=CANCEL_S)
         try:
             if cut and playing.env is None and playing.pool is not None:  # the thread may still make it
-                await self._call(playing, "make", lambda: None)
+                await self._call(playing, "rollout.env.make", lambda: None)
             if callable(shut := getattr(playing.env, "close", None)):
                 await self._call(playing, "close", shut, min(CLOSE_S, self.timeout_s))
         except Stuck as error:
