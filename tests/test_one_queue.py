@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,6 +289,7 @@ def test_a_cooldown_is_steps_or_seconds(cooldown: Any, steps: int | None, second
     made = replay_of(cfg, plan)
     assert made is not None
     assert (made.cooldown_steps, made.cooldown_s) == (steps, seconds)
+    assert made.clock is time.monotonic, "the time of day may be set back by hours"
 
 
 def test_a_share_of_groups_that_never_come_back(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Replay against a plain oracle, numbers by hand, and the law of resuming."""
 
 import statistics
+import time
 
 import pytest
 from hypothesis import given
@@ -302,6 +303,35 @@ class Naive:
             entry.uses += 1
             self.sleep(entry, step)
         return [e.group.task.uid for e in out]
+
+
+def test_a_resumed_run_goes_on_with_the_seconds_that_were_left():
+    """The clock of the next process began somewhere else; the time of day may have been set meanwhile."""
+    now = 5000.0
+    replay = make(cooldown_steps=None, cooldown_s=10.0, clock=lambda: now)
+    add(replay, [1], version=0)
+    assert draw(replay, 1, step=1) == [1]
+    now += 4.0
+    state = copied(replay.state())
+    now = 3.0
+    replay = make(cooldown_steps=None, cooldown_s=10.0, clock=lambda: now)
+    replay.restore(state)
+    assert replay.rest_s == pytest.approx(6.0)
+    now += 5.9
+    assert draw(replay, 1, step=2) == []
+    now += 0.2
+    assert draw(replay, 1, step=3) == [1]
+
+
+def test_an_older_checkpoint_has_the_time_of_day():
+    replay = make(cooldown_steps=None, cooldown_s=10.0, clock=time.time)
+    add(replay, [1], version=0)
+    draw(replay, 1, step=1)
+    state = replay.state()
+    del state["clock"]
+    replay = make(cooldown_steps=None, cooldown_s=10.0, clock=time.monotonic)
+    replay.restore(state)
+    assert 5.0 < replay.rest_s <= 10.1
 
 
 @given(SETTINGS, COMMANDS)

@@ -147,13 +147,14 @@ class TrainerQueue:
         self.saved = self.step
         if self.replay is None:
             return {"step": self.step}
-        return {"step": self.step, "steps": self.steps, "replay": self.replay.state()}
+        return {"step": self.step, "steps": self.steps, "now": self.now, "replay": self.replay.state()}
 
     def restore(self, state: Json, version: int = 0) -> list[Task]:
         """Continue after that step. No rollout was in flight here."""
         self.step = self.saved = state["step"]
         if self.replay is not None:
             self.steps = state["steps"]
+            self.now = state.get("now", time.time())  # older checkpoints lack it
             self.replay.restore(state["replay"])
             self.fresh = {group.task.uid for group in self.replay.fresh}
         self.store.done(self.step)

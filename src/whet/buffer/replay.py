@@ -9,7 +9,8 @@ Two ways to use it:
   away from those who explore.
 
 A drawn group rests and then asks to come back. Counted in training steps (`cooldown_steps`), a resumed run draws what
-the unbroken one drew; counted in seconds as in Trinity (`cooldown_s`), it depends on the clock. Chance is a pure
+the unbroken one drew; counted in seconds as in Trinity (`cooldown_s`), it depends on the clock: a resumed run goes on
+with the seconds that were left, by a clock that nobody sets. Chance is a pure
 function of (seed, task, number of uses), so nothing else has to be saved than what `state` gives.
 """
 
@@ -45,7 +46,7 @@ class Replay:
         max_staleness: int | None,
         fresh_staleness: int = 0,
         seed: int,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         priority: see `priority.priority`.
@@ -211,7 +212,9 @@ class Replay:
         """Everything as JSON, groups as bytes, but what `pop_left` has to tell: for the checkpoint."""
         queued = [_entry_to_json(self._entries[-negative]) for _, negative in self._queue]
         resting = [[due, [_entry_to_json(e) for e in entries]] for due, entries in self._resting.items()]
-        numbers = {"serial": self._serial, "came": self._came, "draws": self._draws}
+        numbers: Json = {"serial": self._serial, "came": self._came, "draws": self._draws}
+        if self.cooldown_s is not None:
+            numbers["clock"] = self.clock()
         return numbers | {"queued": queued, "resting": resting}
 
     def restore(self, state: Json) -> None:
@@ -222,7 +225,9 @@ class Replay:
         self._entries, self._fresh, self._versions, self._left = {}, {}, Counter(), []
         for entry in sorted(entries, key=lambda e: e.serial):
             self._hold(entry)
-        self._resting = {due: [_entry_from_json(e) for e in rest] for due, rest in state["resting"]}
+        # another process has another clock; in older checkpoints it is the time of day
+        passed = 0 if self.cooldown_s is None else self.clock() - state.get("clock", time.time())
+        self._resting = {due + passed: [_entry_from_json(e) for e in rest] for due, rest in state["resting"]}
         while len(self._queue) > self.capacity:
             self._evict()
 

@@ -30,8 +30,9 @@ class ReplayConfig(Section):
     signature."""
     cooldown: Positive | Seconds | None = 1
     """Number of steps after which a group may be drawn again: a resumed run draws the same groups as an uninterrupted
-    one. `30 s`: seconds instead, so that the draws depend on the speed of the processes; only with `queue`. null: no
-    group is drawn again."""
+    one. `30 s`: seconds instead, so that the draws depend on the speed of the processes; only with `queue`. A resumed
+    run goes on with the seconds that were left; in a trainer with explorers in other processes the time between counts,
+    too. null: no group is drawn again."""
     max_staleness: Count | None = None
     """Maximum age of a used group, in versions: a group with a token from an older policy is not drawn any more.
     Default: no limit."""
