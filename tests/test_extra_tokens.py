@@ -17,6 +17,7 @@ import pytest
 import whet
 from codecs_numbers import Numbers
 from tiny import RUN
+from whet.disaggregated import follow
 from whet.envs.env import EnvRestarted, EnvStep, World
 from whet.explorer import Explorer
 from whet.rollout.engine import OnTokens
@@ -140,6 +141,20 @@ def test_rollouts_that_are_given_up_while_others_are_scored_are_extra(
 
     asyncio.run(story())
     assert monitor.extra_tokens == engine.given == 4 + 2 * scored
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(0, ""), (12, "; 12 sampled tokens are in none of them")])
+def test_an_explorer_in_a_process_of_its_own_tells_them_at_its_end(tokens: int, said: str) -> None:
+    """The trainer writes the metrics, and has no account of what its explorers sampled in vain."""
+    messages, double = list[str](), cast(Any, None)
+    display = SimpleNamespace(phase=lambda name: None, message=messages.append)
+    monitor = Monitor("rl", cast(Any, display), double, double)
+    monitor.sampled_beside(tokens)
+    explorer = SimpleNamespace(context=SimpleNamespace(monitor=monitor, stopping=True, name="rl"))
+    queue = SimpleNamespace(count=3)
+    weights = cast(Any, SimpleNamespace(transport=SimpleNamespace(root=Path("run/weights"))))
+    asyncio.run(follow(cast(Any, explorer), cast(Any, queue), weights, code={}, at=lambda version: None))
+    assert messages == [f"explored 3 groups of stage 'rl'{said}"]
 
 
 MINE = '''

@@ -277,7 +277,8 @@ async def follow(
                 f"{queue.count} groups, {rate:.3g}/s, weights version {weights.receiver.version}"
             )
         await asyncio.sleep(LOOK_S)
-    monitor.display.message(f"explored {queue.count} groups of stage {context.name!r}")
+    extra = f"; {tokens} sampled tokens are in none of them" if (tokens := monitor.extra_tokens) else ""
+    monitor.display.message(f"explored {queue.count} groups of stage {context.name!r}{extra}")
 
 
 async def take_between(explorer: Explorer, weights: Followed) -> bool:
