@@ -198,6 +198,40 @@ def test_a_server_with_too_many_requests_is_not_flooded(monkeypatch: pytest.Monk
     assert paused[:2] == [module.BUSY_S, 7.0]
 
 
+@pytest.mark.parametrize(
+    ("message", "waits"),
+    [
+        ("Generation is paused. Please retry after it resumes.", [1, 1, 1, 1]),
+        ("The request queue is full", [1, 2, 4, 8]),
+    ],
+)
+def test_a_server_that_is_paused_is_asked_again_soon(
+    message: str, waits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has paused it, for as long as its weights are loaded; a queue may be full for long."""
+    slept: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(module.asyncio, "sleep", pause)
+    refused = json.dumps({"error": {"message": message}}).encode()
+    answers = [saying(refused, status=503)] * len(waits) + [saying(b"[]")]
+
+    async def so(http: web.Request) -> web.Response:
+        made: web.Response = await answers.pop(0)(http)
+        return made
+
+    assert asked(so) == []
+    assert slept[: len(waits)] == [module.BUSY_S * n for n in waits]
+
+
+def test_a_server_that_is_paused_for_too_long_is_told_so() -> None:
+    said = json.dumps({"error": {"message": "Generation is paused. Please retry after it resumes."}}).encode()
+    with pytest.raises(Unreachable, match=r"not answered, only that it is paused \(status 503\), within"):
+        asked(saying(said, status=503), answer=1.0)
+
+
 def test_a_server_that_has_too_many_requests_for_too_long_is_told_so() -> None:
     with pytest.raises(
         Unreachable, match=r"not answered, only that it has too many requests \(status 429\), within"

@@ -27,14 +27,16 @@ UNAVAILABLE = 503
 FULL = (
     "The engine is currently busy and cannot accept new requests",
     "The engine has reached its prefill token backlog limit",
-    "Generation is paused. Please retry after it resumes",
     "The request queue is full",
 )
-"""What vLLM (--max-num-queued-reqs, --max-num-queued-tokens, a pause) and SGLang (--max-queued-requests) say with
-UNAVAILABLE where they mean the same; any other server with this status is lost."""
+"""What vLLM (--max-num-queued-reqs, --max-num-queued-tokens) and SGLang (--max-queued-requests) say with UNAVAILABLE
+where they mean the same; any other server with this status is lost."""
+PAUSED = "Generation is paused. Please retry after it resumes"
+"""What vLLM says with UNAVAILABLE from 0.33 on while a weight sync lets nobody in."""
 BUSY_S, MOST_BUSY_S = 0.5, 16.0
 """The first pause and the longest, where it does not say how long (`Retry-After`, in seconds); none is
-shorter than the first: a server that says 0 would be asked thousands of times a second."""
+shorter than the first: a server that says 0 would be asked thousands of times a second. One that is paused is asked
+after the first one each time: it takes requests again as soon as its weights are loaded."""
 DEAD = ("EngineCore encountered an issue", "The server had an error while processing your request")
 """What vLLM answers when the process that computes has died: until 0.32, and since 0.33."""
 KEPT_S = 2.0
@@ -195,9 +197,11 @@ class Calls:
                         if not _busy(said.status, message):
                             raise self._refused(call, said, message)
                         wanted = said.headers.get("Retry-After", "")
-                    busy = f", only that it has too many requests (status {said.status}),"
+                    is_paused = PAUSED in message
+                    what = "is paused" if is_paused else "has too many requests"
+                    busy = f", only that it {what} (status {said.status}),"
                     await asyncio.sleep(max(BUSY_S, float(wanted)) if wanted.isdecimal() else pause_s)
-                    pause_s = min(2 * pause_s, MOST_BUSY_S)
+                    pause_s = BUSY_S if is_paused else min(2 * pause_s, MOST_BUSY_S)
         except TimeoutError as error:
             raise Unreachable(
                 f"{self.url} has not answered{busy} within {self.limits.said(call.limit)} s when asked {call.what}"
@@ -273,7 +277,7 @@ def allow_files() -> None:
 
 
 def _busy(status: int, message: str) -> bool:
-    return status == TOO_MANY or (status == UNAVAILABLE and any(text in message for text in FULL))
+    return status == TOO_MANY or (status == UNAVAILABLE and any(text in message for text in (*FULL, PAUSED)))
 
 
 def _message(said: Any) -> str:
