@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from whet.outputs import check_place, replacing
 from whet.types import ConfigError
 
 if TYPE_CHECKING:
+    from whet.config.derived import Plan
     from whet.config.load import Loaded
 
 
@@ -35,6 +36,14 @@ def say_columns(loaded: Loaded) -> None:
     from whet.data.recognise import with_columns
 
     for text in with_columns(loaded, plan=True)[1]:
+        _note(text)
+
+
+def say_rows(plans: Sequence[Plan]) -> None:
+    """Note how many rows each stage trains on, of data that is on this machine."""
+    from whet.data.counted import told
+
+    for text in told(plans):
         _note(text)
 
 
