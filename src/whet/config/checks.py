@@ -233,11 +233,11 @@ def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Pat
         ]
     for path, value in leaves({k: v for k, v in tree.items() if k != "stages"}):
         heirs = [n for n, stage in enumerate(given) if not _replaced(path, tree, stage)]
-        whys = [_whys_idle(path, value, rules[n]) for n in heirs]
+        each = [_whys_idle(path, value, rules[n]) for n in heirs]
         if not heirs:
             out.append((path, f"every stage overrides it; leave it out, or write stages.NAME.{dotted(path)}"))
-        elif all(whys):
-            out.append((path, _told(_shared(whys) or "; ".join(_by_stage(heirs, whys, tree)))))
+        elif all(each):
+            out.append((path, _told(_shared(each) or "; ".join(_by_stage(heirs, each, tree)))))
     return out
 
 
