@@ -29,6 +29,10 @@ settings.load_profile("same")
 prepare(None, exact=True)
 gc.disable()
 
+# Read when ray is imported, whichever file does so first. The token is what lets code run on a cluster of the tests.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
 
 LONG = (
     "cluster",

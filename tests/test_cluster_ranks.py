@@ -11,7 +11,6 @@ import filecmp
 import json
 import os
 import re
-import secrets
 import signal
 import sys
 import time
@@ -24,9 +23,6 @@ import pytest
 import torch
 import yaml
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 pytest.importorskip("ray")
 
 import ray
