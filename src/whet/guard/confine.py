@@ -67,17 +67,21 @@ def process_end(pid: int) -> Iterator[list[int]]:
         os.close(fd)
 
 
+def bound(kind: int, most: int) -> None:
+    """Set a limit of this process for good (resource.RLIMIT_...), to less where it may not have that much."""
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
+
+
 def limit(memory_mb: int) -> None:
     """At most `memory_mb` of address space more than now, no core dumps, first to go when memory is short."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    bound(resource.RLIMIT_CORE, 0)
     if not _LINUX:
         return
     with open("/proc/self/statm", "rb") as f:
         now = int(f.read().split()[0]) * resource.getpagesize()
-    most = now + memory_mb * 2**20
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    bound(resource.RLIMIT_AS, now + memory_mb * 2**20)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write("1000")
 

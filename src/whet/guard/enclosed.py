@@ -167,9 +167,7 @@ def _become(request: SandboxedProgram, ours: socket.socket, output: int, error: 
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_AS, request.memory_mb * 2**20),
         ):
-            hard = resource.getrlimit(kind)[1]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (most, most))
+            confine.bound(kind, most)
         if request.confined:
             programs = [Path(program) for program in request.programs]
             sandbox.enter_programs(programs, Path(request.folder), lambda fd: _hand_over(ours, fd))

@@ -169,9 +169,7 @@ def _become(limits: Programs, names: dict[str, object], code: str) -> None:
             (resource.RLIMIT_FSIZE, 0),
             (resource.RLIMIT_CORE, 0),
         ):
-            hard = resource.getrlimit(kind)[1]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (most, most))
+            confine.bound(kind, most)
         sandbox.enter()
         sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8")  # noqa: SIM115
         mark, last = b"w", ""

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from whet.guard import confine
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _READ_FILE, _READ_DIR, _WRITE_FILE = 1, 1 << 2, 1 << 3, 1 << 1
@@ -118,10 +120,7 @@ def enter_programs(programs: Sequence[Path], folder: Path, hand_over: Callable[[
 
 def _bound_files() -> None:
     """The kernel keeps what is written into a socket or pipe, beside the memory of the process: so there are few."""
-    most = max(map(int, os.listdir("/proc/self/fd"))) + _MOST_FILES
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    confine.bound(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + _MOST_FILES)
 
 
 def _give_up_privileges() -> None:
