@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Literal, cast, get_args
 
 from whet.guard import confine, foreign, frames, nursery, pulse
@@ -172,9 +171,7 @@ class Jail:
     def __enter__(self) -> Jail:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self) -> socket.socket:

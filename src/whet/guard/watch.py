@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import TypeVar
 
 from whet.guard import pulse, stacks
@@ -154,9 +153,7 @@ class Watch:
         self._hearing.enter_context(pulse.heard_by(self.beat))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 from whet import seeds
@@ -162,9 +161,7 @@ class RewardSet:
     def __enter__(self) -> RewardSet:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
