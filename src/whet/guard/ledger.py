@@ -20,31 +20,28 @@ class Ledger:
 
     def asked(self, n: int) -> None:
         """`n` rollouts were asked for."""
-        self._add("asked", n)
+        self.book("asked", n)
 
     def trained(self, n: int) -> None:
         """`n` went into an update."""
-        self._add("trained", n)
+        self.book("trained", n)
 
     def rejected(self, n: int, reason: str) -> None:
         """`n` were fine but not used, e.g. 'uniform', 'stale'."""
-        self._add(f"rejected/{reason}", n)
+        self.book(f"rejected/{reason}", n)
 
     def book(self, account: str, n: int) -> None:
         """`n` more of an account by its whole name: 'asked', 'trained', 'rejected/REASON', 'failed/REASON'."""
-        self._add(account, n)
+        if n < 0:
+            raise ValueError(f"ledger: {n} rollouts of {account!r}; counts cannot decrease")
+        self._total[account] += n
+        self._step[account] += n
 
     def settle(self, totals: Mapping[str, int]) -> None:
         """Book what a common account (a store's, over all processes) has more than this one."""
         for account, n in totals.items():
             if account != "pending" and n > self._total[account]:
-                self._add(account, n - self._total[account])
-
-    def _add(self, account: str, n: int) -> None:
-        if n < 0:
-            raise ValueError(f"ledger: {n} rollouts of {account!r}; counts cannot decrease")
-        self._total[account] += n
-        self._step[account] += n
+                self.book(account, n - self._total[account])
 
     @property
     def pending(self) -> int:
