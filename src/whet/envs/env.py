@@ -259,10 +259,10 @@ class Factory(Protocol):
         """Called once in each host, before its first environment is made: for what takes long."""
 
 
-def factory_method(make: object, name: str) -> Callable[[Mapping[str, Json]], Any] | None:
-    """A method of a `Factory`, if it has it. What a class has for its environments is none."""
-    method = getattr(make, name, None)
-    return method if inspect.ismethod(method) else None
+def prepare(make: object, arguments: Mapping[str, Json]) -> None:
+    """Call the `prepare` of a `Factory`, if it has one. What a class has for its environments is none."""
+    if inspect.ismethod(method := getattr(make, "prepare", None)):
+        method(arguments)
 
 
 def bound(

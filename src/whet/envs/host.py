@@ -34,9 +34,9 @@ from whet.envs.env import (
     as_tools,
     bound,
     check_arguments,
-    factory_method,
     pack_messages,
     pack_step,
+    prepare,
     unpack_step,
 )
 from whet.envs.marks import GAP_S, TICK_S, LoopClock, Marked, Marks
@@ -500,8 +500,7 @@ def serve(connection: Connection) -> None:
         import_all(asked["imports"])
         make = load_object(asked["make"], what="rollout.env.make", asked=True)
         check_arguments(make, asked["arguments"])
-        if (prepare := factory_method(make, "prepare")) is not None:
-            prepare(asked["arguments"])
+        prepare(make, asked["arguments"])
     except BaseException as error:  # noqa: BLE001  the user's module runs here for the first time
         ours = isinstance(error, WhetError)
         say("refused", str(error) if ours else f"rollout.env.make {asked['make']!r}: {describe(error)}")

@@ -15,7 +15,7 @@ from typing import Any
 from whet.config.environments import AT, SEVERAL, MemberConfig, SeveralArguments
 from whet.config.schema import EnvironmentConfig
 from whet.envs.arguments import section
-from whet.envs.env import Env, EnvFault, EnvStep, World, bound, check_arguments, factory_method
+from whet.envs.env import Env, EnvFault, EnvStep, World, bound, check_arguments, prepare
 from whet.tables import load_object
 from whet.types import ConfigError, Json, Message, Task
 
@@ -71,8 +71,7 @@ class Several:
             try:
                 make = _loaded(name, member)
                 check_arguments(make, member.arguments)
-                if (prepare := factory_method(make, "prepare")) is not None:
-                    prepare(member.arguments)
+                prepare(make, member.arguments)
             except ConfigError as error:
                 raise ConfigError(f"{AT}.envs.{name}: {error}") from error
 
