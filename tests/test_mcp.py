@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -399,9 +400,9 @@ def test_a_host_plays_with_a_server_that_ends_with_it(
 ) -> None:
     """And what the server has started in a session of its own, as a browser."""
     arguments = {"mcp": [{"command": list(by_hand("browser").command), "tools": ["echo"]}]}
-    told = tuple(tools.specs(arguments))
+    task = Task(uid=0, source="s", prompt=(Message("user", "q"),))
+    task = replace(task, tools=tuple(tools(task, World(1, no_reply), **arguments).tools))
     hosts = EnvHosts(EnvironmentConfig(make="whet.envs.tool_env:tools", arguments=arguments))
-    task = Task(uid=0, source="s", prompt=(Message("user", "q"),), tools=told)
 
     async def play() -> str:
         async with asyncio.timeout(60):
@@ -420,4 +421,4 @@ def test_a_host_plays_with_a_server_that_ends_with_it(
         assert gone(int((tmp_path / "starts.browser").read_text()))
     finally:
         hosts.close()
-    assert json.dumps([spec.to_json() for spec in told])
+    assert json.dumps([spec.to_json() for spec in task.tools])

@@ -648,7 +648,11 @@ def sums(uid: int) -> list[Message]:
 
 def test_a_config_names_functions_and_a_class(opened: Callable[..., EnvHosts], file: Path) -> None:
     arguments = {"functions": [f"{file}:add"], "tool_class": f"{file}:Calculator", "max_calls": 5}
-    assert [spec.name for spec in tools.specs(arguments)] == ["add", "put", "draw"]
+    assert [spec.name for spec in tools(task(), World(1, no_reply), **arguments).tools] == [
+        "add",
+        "put",
+        "draw",
+    ]
     hosts = opened(**arguments)
     script = [
         says(("put", {"x": 2}), ("put", {"x": 3}), ("draw", {})), says(("put", {"x": 1}), ("add", {"a": 1, "b": 1})),
@@ -889,7 +893,7 @@ def test_the_page_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     Path("shop.py").write_text(code)
     arguments = yaml.safe_load(config)["rollout"]["env"]["arguments"]
-    (spec,) = tools.specs(arguments)
+    (spec,) = tools(task(), World(1, no_reply), **arguments).tools
     assert spec.parameters == json.loads(schema)
     rows = re.findall(r"^\| `(\w+)\((.*)\)` \| `(.*)` \|$", page, re.MULTILINE)
     assert len(rows) == 3

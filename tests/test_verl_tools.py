@@ -412,10 +412,10 @@ def test_files_that_are_none(files: Path) -> None:
     with pytest.raises(ConfigError, match="expected a list 'interaction' of sections"):
         interactions_of(f"{files}/mcp.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
-        tools.specs({"tool_config": f"{files}/none.yaml"})
+        tools.prepare({"tool_config": f"{files}/none.yaml"})
     (files / "away.yaml").write_text(json.dumps({"tools": [{"class_name": "no_such_module.Tool"}]}))
     with pytest.raises(ConfigError, match="cannot load 'no_such_module'"):
-        tools.specs({"tool_config": f"{files}/away.yaml"})
+        tools.prepare({"tool_config": f"{files}/away.yaml"})
     (files / "wrong.py").write_text(
         "class Few:\n    def __init__(self): pass\n"
         "class Bare:\n    def __init__(self, config, tool_schema): pass\n"
@@ -429,7 +429,7 @@ def test_files_that_are_none(files: Path) -> None:
         wrong = {"tools": [{"class_name": f"{files}/wrong.py:{name}"}]}
         (files / f"{name}.yaml").write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=f"{name}.yaml: .*wrong.py:{name} {said}"):
-            tools.specs({"tool_config": f"{files}/{name}.yaml"})
+            tools.prepare({"tool_config": f"{files}/{name}.yaml"})
     for arguments, said in (
         ({}, "names no tool"),
         ({"tool_confg": "x"}, "did you mean 'tool_config'"),
@@ -438,4 +438,4 @@ def test_files_that_are_none(files: Path) -> None:
         ({"tool_config": "x", "cut": "both"}, "cut: got \"both\", expected 'left', 'middle' or 'right'"),
     ):
         with pytest.raises(ConfigError, match=said):
-            tools.specs(arguments)
+            tools.prepare(arguments)

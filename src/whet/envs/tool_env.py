@@ -36,7 +36,7 @@ from whet.envs.tools import (
 )
 from whet.guard.foreign import describe, number, words
 from whet.tables import load_object, near
-from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec
+from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall
 
 MOST_LEFT = 8
 """Calls of one episode that are late and go on, before the episode ends as a fault."""
@@ -319,27 +319,19 @@ class ToolEnvs:
             found += tools_from_object(state).values()
         return ToolEnv(task, world, tools=found, limits=asked, state=state)
 
-    def specs(self, arguments: Mapping[str, Json]) -> list[ToolSpec]:
-        """The tools of every environment with these arguments. ConfigError for arguments that cannot be.
-
-        The user's files are loaded, and MCP servers are asked, once for each process; nothing else is made.
-        """
+    def prepare(self, arguments: Mapping[str, Json]) -> None:
+        """Check everything, build the index, and ask MCP servers for their tools. ConfigError for arguments that cannot
+        be."""
         asked = section(ToolArguments, arguments)
-        found = list(by_name(_shared(asked)).values())
-        specs = [tool.spec for tool in found]
+        specs = [tool.spec for tool in by_name(_shared(asked)).values()]
         if asked.tool_class is not None:
             cls = load_object(asked.tool_class, what=f"{AT}.tool_class")
             if not isinstance(cls, type):
                 raise ConfigError(f"{AT}.tool_class={asked.tool_class!r}; expected a class")
             specs += specs_of_class(cls)
         by_name([Tool(spec, render) for spec in specs])
-        return specs
-
-    def prepare(self, arguments: Mapping[str, Json]) -> None:
-        """Check everything, build the index, and ask MCP servers for their tools."""
-        self.specs(arguments)
-        if documents := section(ToolArguments, arguments).search:
-            build(documents)
+        if asked.search is not None:
+            build(asked.search)
 
 
 def _shared(asked: ToolArguments) -> list[Tool]:

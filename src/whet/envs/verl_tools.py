@@ -489,16 +489,12 @@ class VerlEnvs:
         """The environment of one rollout."""
         return VerlEnv(task, world, section(VerlArguments, arguments))
 
-    def specs(self, arguments: Mapping[str, Json]) -> list[ToolSpec]:
-        """The tools of every environment with these arguments. ConfigError for arguments that cannot be."""
-        asked = section(VerlArguments, arguments)
-        return [tool.spec for tool in tools_of(asked.tool_config, asked.function_tools).values()]
-
     def prepare(self, arguments: Mapping[str, Json]) -> None:
-        """Load everything."""
-        self.specs(arguments)
-        if (path := section(VerlArguments, arguments).interaction_config) is not None:
-            interactions_of(path)
+        """Load everything. ConfigError for arguments that cannot be."""
+        asked = section(VerlArguments, arguments)
+        tools_of(asked.tool_config, asked.function_tools)
+        if asked.interaction_config is not None:
+            interactions_of(asked.interaction_config)
 
 
 tools = VerlEnvs()
