@@ -14,7 +14,6 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from whet.tables import near
@@ -357,20 +356,12 @@ def converter(hint: Any) -> Callable[[Json], Any] | None:
         return lambda value: tuple(f(x) for f, x in zip(each * len(value) if repeats else each, value))
     of = converter(inner[-1]) if inner and origin in (list, dict) else None
     if of is not None and origin is list:
-        return partial(_each, of)
+        return lambda values: [of(value) for value in values]
     if of is not None:
-        return partial(_each_value, of)
+        return lambda values: {key: of(value) for key, value in values.items()}
     if origin in (Union, types.UnionType):
         return _of_union([(schema_of(t), converter(t)) for t in inner])
     return None
-
-
-def _each(convert: Callable[[Json], Any], values: list[Json]) -> list[Any]:
-    return [convert(value) for value in values]
-
-
-def _each_value(convert: Callable[[Json], Any], values: dict[str, Json]) -> dict[str, Any]:
-    return {key: convert(value) for key, value in values.items()}
 
 
 def _same_value(value: Json) -> Json:
