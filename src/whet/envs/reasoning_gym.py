@@ -104,7 +104,7 @@ class TriesEnv:
 
 
 _judges: dict[str, RewardSet] = {}
-"""Of this process, by what they were opened with."""
+"""Of this process, by what they were opened with; their processes end with it."""
 
 
 def _judge(asked: TriesArguments) -> RewardSet:
@@ -117,13 +117,6 @@ def _judge(asked: TriesArguments) -> RewardSet:
             {_NAME: reward}, RewardWorkersConfig(count=asked.workers, timeout_s=asked.timeout_s)
         )
     return _judges[key]
-
-
-def close_judges() -> None:
-    """End the processes of verifiers; those of a host end with it."""
-    for judge in _judges.values():
-        judge.close()
-    _judges.clear()
 
 
 make = TriesEnv
