@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,6 @@ _VERSION = re.compile(r"(\d{8,})(-changed)?")
 _POLL_S = 0.05
 """Seconds between two looks for a version."""
 _RECEIVER = re.compile(r"\w[\w.-]*")
-
-
-@dataclass
-class _Count:
-    """What has been written of a version."""
-
-    bytes: int = 0
 
 
 class Files:
@@ -74,32 +67,28 @@ class Files:
     ) -> Manifest:
         """See `Transport`. Raises CheckpointError (full disk ...); earlier versions are then untouched."""
         name = f"{version:08d}" + ("-changed" if held else "")
-        written = _Count()
+        entries: list[TensorEntry] = []
+        written = 0
         try:
-            manifest = self._write(name, version, pieces(tensors, held or {}), written)
+            with atomic_folder(self.root / name, durable=False) as folder:
+                for number, bucket in enumerate(buckets(pieces(tensors, held or {}), self.bucket_bytes)):
+                    entries += [entry for entry, _ in bucket]
+                    sent = {entry.name: tensor.contiguous() for entry, tensor in bucket if tensor is not None}
+                    if sent:
+                        save_file(_untied(sent), folder / f"{number:05d}.safetensors")
+                        written += sum(t.nbytes for t in sent.values())
+                manifest = Manifest(version, tuple(entries), myself())
+                write_json(folder / "manifest.json", manifest.to_json(), durable=False)
         except CheckpointError as error:
             free = shutil.disk_usage(self.root).free if self.root.is_dir() else 0
             raise CheckpointError(
-                f"{error}; weights version {version}: {written.bytes >> 20} MiB had been written, {free >> 20} MiB "
+                f"{error}; weights version {version}: {written >> 20} MiB had been written, {free >> 20} MiB "
                 "are free"
             ) from error
         self._drop_others(version)
         for other, path in self._there():
             if other == version and path.name != name and _read_manifest(path).digest != manifest.digest:
                 drop_folder(path)  # of before the trainer went back
-        return manifest
-
-    def _write(self, name: str, version: int, stream: Iterable[Piece], written: _Count) -> Manifest:
-        entries: list[TensorEntry] = []
-        with atomic_folder(self.root / name, durable=False) as folder:
-            for number, bucket in enumerate(buckets(stream, self.bucket_bytes)):
-                entries += [entry for entry, _ in bucket]
-                sent = {entry.name: tensor.contiguous() for entry, tensor in bucket if tensor is not None}
-                if sent:
-                    save_file(_untied(sent), folder / f"{number:05d}.safetensors")
-                    written.bytes += sum(t.nbytes for t in sent.values())
-            manifest = Manifest(version, tuple(entries), myself())
-            write_json(folder / "manifest.json", manifest.to_json(), durable=False)
         return manifest
 
     def receive(self, version: int, *, held: Manifest | None = None) -> Generator[Piece, None, Manifest]:
