@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Protocol
 
 import torch
@@ -93,10 +94,7 @@ def split(flat: Tensor, entries: Sequence[TensorEntry]) -> list[Tensor]:
 
 
 def _bytes(entry: TensorEntry) -> int:
-    count = 1
-    for n in entry.shape:
-        count *= n
-    return count * DTYPES[entry.dtype].itemsize
+    return prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 
 def _padded(size: int) -> int:
