@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from whet.api import run_training
@@ -34,17 +35,13 @@ def serve(connection: Connection, explore: Callable[..., object] = run_training)
         said = ("failed", str(error))
     over.set()
     beating.join()
-    try:
+    with suppress(EOFError, OSError):  # nobody asks any more
         connection.send_bytes(pickle.dumps(said))
         connection.poll(None)  # until it has been heard
-    except (EOFError, OSError):
-        pass  # nobody asks any more
 
 
 def _beat(connection: Connection, watches: list[Watch], over: threading.Event) -> None:
-    try:
+    with suppress(OSError):  # nobody asks any more
         while not over.wait(BEAT_S):
             now = watches[0].last() if watches else (START, 0.0)
             connection.send_bytes(pickle.dumps(("beat", now)))
-    except OSError:
-        pass  # nobody asks any more
