@@ -27,6 +27,7 @@ from whet import environment, secrets
 from whet.cluster.nodes import (
     Room,
     answered,
+    bundle_of,
     connect,
     disconnect,
     end_actor,
@@ -391,10 +392,9 @@ def open_replicas(
     Raises ConfigError for a cluster that cannot be reached, or that has no room for them.
     """
     settings, count = cfg.cluster, cfg.rollout.replicas
-    gpus = settings.gpus if settings.gpus is not None else float(model.device.type == "cuda")
     connect(settings.address, model)
     try:
-        bundle = {"CPU": float(settings.cpus)} | ({"GPU": gpus} if gpus else {})
+        bundle = bundle_of(settings, cuda=model.device.type == "cuda")
         group = place(bundle, count, strategy=settings.placement, start_timeout_s=settings.start_timeout_s)
         spec = spec_of(plans, model, cfg=cfg, tokenizer=tokenizer, threads=settings.cpus)
         shipper = Shipper(cfg, Parcels(ray.put, ray.get), device=spec.device)

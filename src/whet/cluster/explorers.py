@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from whet.cluster.lines import Far
-from whet.cluster.nodes import place
+from whet.cluster.nodes import bundle_of, place
 from whet.config.load import Loaded
 from whet.config.schema import Config
 from whet.config.sections.cluster import ClusterConfig
@@ -166,9 +166,7 @@ def explorer_of(loaded: Loaded, name: str) -> Loaded:
 def open_crew(loaded: Loaded, *, cuda: bool) -> Crew:
     """Start cluster.explorers of them."""
     c = loaded.config.cluster
-    gpus = c.gpus if c.gpus is not None else float(cuda)
-    bundle = {"CPU": float(c.cpus)} | ({"GPU": gpus} if gpus else {})
-    asked = f"cluster.explorers={c.explorers}"
+    bundle, asked = bundle_of(c, cuda=cuda), f"cluster.explorers={c.explorers}"
     group = place(bundle, c.explorers, strategy=c.placement, start_timeout_s=c.start_timeout_s, asked=asked)
     lines = Far(
         c.explorers, c.cpus, module=MODULE, group=group, folder=os.getcwd(), start_timeout_s=c.start_timeout_s

@@ -26,6 +26,8 @@ from whet.types import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from whet.config.sections.cluster import ClusterConfig
+
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
@@ -35,6 +37,9 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 END_S = 2.0
 """How long a process that Ray has told to end may take."""
+
+Bundle = dict[str, float]
+"""What one process needs of its machine, by Ray's names."""
 
 _own_head: list[head.HeadNode | None] = []
 """Of the cluster that was started here, if any."""
@@ -124,8 +129,23 @@ def _store_bytes(model: PreTrainedModel | int | None) -> int | None:
     return max(128 << 20, 3 * weights + (64 << 20))
 
 
+def bundle_of(c: ClusterConfig, *, cuda: bool) -> Bundle:
+    """What an engine process needs. cuda: the run is on CUDA."""
+    gpus = c.gpus if c.gpus is not None else float(cuda)
+    return {"CPU": float(c.cpus)} | ({"GPU": gpus} if gpus else {})
+
+
+def resources() -> list[Bundle]:
+    """Of each machine that lives."""
+    return [dict(n["Resources"]) for n in ray.nodes() if n["Alive"]]
+
+
+def words(bundle: Bundle) -> str:
+    return " and ".join(f"{value:g} {key}" for key, value in bundle.items())
+
+
 def place(
-    bundle: dict[str, float],
+    bundle: Bundle,
     count: int,
     *,
     strategy: Literal["pack", "spread"],
@@ -137,9 +157,9 @@ def place(
 
     asked: by what, for the message; default rollout.replicas. beside: how many of this run have a place already.
     """
-    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    nodes = resources()
     fits = sum(min(int(node.get(k, 0) // v) for k, v in bundle.items()) for node in nodes)
-    needs = " and ".join(f"{v:g} {k}" for k, v in bundle.items())
+    needs = words(bundle)
     there = "; ".join(", ".join(f"{n.get(k, 0):g} {k}" for k in bundle) for n in nodes)
     asked = asked or f"rollout.replicas={count}"
     advice = "Lower rollout.replicas, cluster.cpus or cluster.gpus, or attach to a larger cluster (cluster.address)"
@@ -166,7 +186,7 @@ class Room:
 
     group: PlacementGroup
     """Of the start."""
-    bundle: dict[str, float]
+    bundle: Bundle
     """What each needs."""
     count: int
     """How many there are at the start."""

@@ -7,11 +7,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ray
 from transformers import PreTrainedModel
 
 from whet.cluster.lines import Far
-from whet.cluster.nodes import GPUS, connect, place
+from whet.cluster.nodes import GPUS, Bundle, bundle_of, connect, place, resources, words
 from whet.config.checks_parallel import local_gpus, ranks_of
 from whet.config.hardware import cuda_count
 from whet.config.load import Loaded
@@ -23,9 +22,6 @@ from whet.training import ranks
 from whet.types import ConfigError
 
 log = logging.getLogger(__name__)
-
-Bundle = dict[str, float]
-"""What one process needs of its machine, by Ray's names."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +38,7 @@ class ClusterPart:
 def parts(loaded: Loaded, *, cuda: bool) -> list[ClusterPart]:
     """All that a run has in the cluster at the same time."""
     cfg = loaded.config
-    c = cfg.cluster
-    gpus = c.gpus if c.gpus is not None else float(cuda)
-    engine = {"CPU": float(c.cpus)} | ({"GPU": gpus} if gpus else {})
+    c, engine = cfg.cluster, bundle_of(cfg.cluster, cuda=cuda)
     most = max(
         (ranks_of(stage.train.parallel) for stage in loaded.stages), key=lambda ranks: sum(ranks.values())
     )
@@ -106,11 +100,6 @@ def gpus_left(loaded: Loaded, wanted: Sequence[ClusterPart]) -> list[str] | None
     return None
 
 
-def resources() -> list[Bundle]:
-    """Of each machine that lives."""
-    return [dict(n["Resources"]) for n in ray.nodes() if n["Alive"]]
-
-
 def check_room(wanted: Sequence[ClusterPart], machines: Sequence[Bundle]) -> None:
     """Raises ConfigError where the parts do not all fit on the machines together, each process on one machine."""
     free = [dict(m) for m in machines]
@@ -136,10 +125,6 @@ def no_room(
         f"Requested: {asked}. Its {len(machines)} machine(s) have {there}. Lower one of these, or cluster.cpus and "
         "cluster.gpus, or attach to a larger cluster (cluster.address)"
     )
-
-
-def words(bundle: Bundle) -> str:
-    return " and ".join(f"{value:g} {key}" for key, value in bundle.items())
 
 
 def rank_lines(cfg: Config, model: PreTrainedModel) -> OpenLines:
