@@ -361,23 +361,20 @@ def _tied_gradient(m: ModelMemory) -> int:
 def sampling_bytes(s: Setting, *, prompt: int, rows: int) -> int:
     """Prefill of the prompts that are admitted at once, or a decode step of all rows."""
     tokens = max(prompt, min(PREFILL_TOKENS // prompt, rows) * prompt)
-    return max(tokens * live_bytes(s), rows * live_bytes(s)) + 2 * logits_bytes(s, rows)
+    return max(tokens, rows) * live_bytes(s) + 2 * logits_bytes(s, rows)
 
 
-def products_bytes(s: Setting, *, sampled: Lengths | None = None, cuts: Sequence[PeakBatch] = ()) -> int:
-    """Memory that oneDNN keeps for products in half precision on a CPU with instructions for it: for sampling rollouts
-    of these lengths, after the self-test; for training on these micro-batches. oneDNN keeps an entry for every number
-    of rows, up to `PRODUCTS` where lengths vary (300 MB); 0 for float32, and for half precision on other CPUs, which
-    are computed differently."""
+def products_bytes(s: Setting, *, samples: bool = False, cuts: Sequence[PeakBatch] = ()) -> int:
+    """Memory that oneDNN keeps for products in half precision on a CPU with instructions for it: for sampling, after
+    the self-test; for training on these micro-batches. oneDNN keeps an entry for every number of rows, up to `PRODUCTS`
+    where lengths vary (300 MB); 0 for float32, and for half precision on other CPUs, which are computed differently."""
     if s.dtype == "float32":
         return 0
     matrices = len({size[-2:] for size in s.shape.tensors.values() if len(size) > 1})
-    count = 0
-    if sampled is not None:  # prefill and decode
-        count = (_TEST_ROWS + 2) * matrices
-    for _ in {(c.tokens, c.sampled) for c in cuts}:  # forward, and two gradients of each in the backward pass
-        count += 3 * matrices
-    return min(count, PRODUCTS) * PRODUCT_BYTES
+    of_each = (_TEST_ROWS + 2) * samples  # prefill and decode
+    # forward, and two gradients of each in the backward pass
+    of_each += 3 * len({(c.tokens, c.sampled) for c in cuts})
+    return min(of_each * matrices, PRODUCTS) * PRODUCT_BYTES
 
 
 def touched_cache(shape: Shape, lengths: Lengths, *, rows: int, dtype: str) -> int:

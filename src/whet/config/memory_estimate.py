@@ -123,7 +123,7 @@ def _without_reuse(plan: Plan) -> list[Phase]:
         cache=cache,
         sampling=sampling,
         rollouts=rollouts,
-        rewards={**plan.beside, **_products(plan, setting, sampled=lengths if own else None, cuts=cuts)},
+        rewards={**plan.beside, **_products(plan, setting, samples=own, cuts=cuts)},
     )
 
 
@@ -149,11 +149,10 @@ def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> l
         held |= {name: count for name, count in plan.copies.items() if name == "sampler"}
     opening = Phase("opening the ranks", {**held, "another model, whole": max(_others(plan), default=0)})
     out = [] if plan.models_elsewhere else [opening]
-    sampled = _lengths(plan) if sampling else None
     if plan.policy_on_ranks:
         del held["policy"]
     held |= {"KV cache": cache, "rollouts": rollouts, **plan.beside}
-    held |= _products(plan, _setting(plan), sampled=sampled)
+    held |= _products(plan, _setting(plan), samples=bool(sampling))
     return [*out, Phase("sampling", {**held, "activations": sampling})]
 
 
@@ -244,11 +243,11 @@ def _has_output(plan: Plan, name: str) -> bool:
 
 
 def _products(
-    plan: Plan, setting: Setting, *, sampled: Lengths | None = None, cuts: Sequence[PeakBatch] = ()
+    plan: Plan, setting: Setting, *, samples: bool = False, cuts: Sequence[PeakBatch] = ()
 ) -> Parts:
     """Memory that oneDNN keeps for products in half precision on a CPU."""
     library = plan.device == "cpu" and multiplies_half(plan.dtype) and not has_tiles(plan.dtype)
-    count = memory.products_bytes(setting, sampled=sampled, cuts=cuts) if library else 0
+    count = memory.products_bytes(setting, samples=samples, cuts=cuts) if library else 0
     return {"products in half precision": count} if count else {}
 
 
@@ -298,7 +297,7 @@ def _replica_phases(plan: Plan) -> list[Phase]:
     )
     eight = {QUANTISED: plan.quantized_bytes} if plan.quantized else {}
     held = {"policy": (plan.learns.base - gone) * size, **eight, "KV cache": cache}
-    held |= _products(plan, _setting(plan), sampled=_lengths(plan))
+    held |= _products(plan, _setting(plan), samples=True)
     start = (
         [Phase("opening the engine", {**held, "policy": plan.learns.base * size})] if plan.quantized else []
     )
