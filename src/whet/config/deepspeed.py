@@ -200,8 +200,7 @@ def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
 def _optimizer_type(cfg: Config, opt: OptimizerConfig) -> str:
     """As the user has written it, where it means the same: DeepSpeed reads these names in any case."""
     given = _get(user_config(cfg.train.engine_arguments), "optimizer.type")
-    means = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}.get(opt.name, opt.name)
-    return given if isinstance(given, str) and given.lower() == means else means
+    return given if isinstance(given, str) and given.lower() == opt.name else opt.name
 
 
 def _zero(own: Json) -> Iterator[tuple[str, str]]:
