@@ -67,12 +67,11 @@ NO_STOP = (
 )
 """Of the strings that end replies of single sources, with the section that has the others."""
 
-NOT_BUILT: Mapping[str, str] = {
-    "trtllm": "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, sglang or "
-    "native",
-}
+NOT_BUILT: Mapping[str, str] = dict.fromkeys(
+    ("trtllm", "tensorrt-llm", "tensorrt_llm"),
+    "TensorRT-LLM is not supported: whet does not speak its interface; use rollout.engine=vllm, sglang or native",
+)
 """Engines of other systems that a config may name, and what to use."""
-NOT_BUILT = {**NOT_BUILT, "tensorrt-llm": NOT_BUILT["trtllm"], "tensorrt_llm": NOT_BUILT["trtllm"]}
 
 ONE_FOR_ALL = ("engine", "replicas", "quantization", "server")
 """Keys of `rollout` that stages cannot differ in: one engine serves the whole run."""
