@@ -149,6 +149,10 @@ def _chosen_from(name: str) -> Node:
 # ---------------------------------------------------------------- open names
 
 
+_SET = ("kind", "advantage", "loss", "loss_agg_mode", "expert_loss", "whiten", "dynamic_sampling")
+"""Fields of a recipe beside its settings."""
+
+
 def _recipes() -> list[Json]:
     """What algorithm.name may be, and what each sets: enough to know every named condition's value."""
     return [
@@ -157,11 +161,7 @@ def _recipes() -> list[Json]:
             "about": row.note,
             "source": row.source,
             "sets": {
-                **{
-                    key: getattr(row, key)
-                    for key in ("kind", "advantage", "loss", "loss_agg_mode", "expert_loss")
-                },
-                **{key: getattr(row, key) for key in ("whiten", "dynamic_sampling")},
+                **{key: getattr(row, key) for key in _SET},
                 **row.settings,
             },
         }

@@ -45,11 +45,7 @@ def leaves(tree: Json, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def differing(one: Json, other: Json) -> tuple[str, ...]:
     """The keys whose values differ between two trees, dotted and sorted."""
     first, second = dict(leaves(one)), dict(leaves(other))
-    paths = {
-        path
-        for path in (*first, *second)
-        if path not in first or path not in second or first[path] != second[path]
-    }
+    paths = {path for path in (*first, *second) if first.get(path, ...) != second.get(path, ...)}
     return tuple(sorted(dotted(path) for path in paths))
 
 
