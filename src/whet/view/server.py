@@ -253,16 +253,12 @@ class ViewerServer:
             response = web.Response(status=303, headers={"Location": f"/{quote(path)}"})
             response.set_cookie(self._cookie, self.token, httponly=True, samesite="Strict")
             return response
-        return await self._file(request, path)
+        return self.site.file(path) or _error(request, 404, f"nothing is at /{path[:200]}")
 
     @property
     def _cookie(self) -> str:
         """Cookies are those of a machine: each port has a name of its own."""
         return f"whet_token_{self.port}"
-
-    async def _file(self, request: web.Request, name: str) -> web.Response:
-        """A file of the page, by its name alone."""
-        return self.site.file(name) or _error(request, 404, f"nothing is at /{name[:200]}")
 
     async def _api(self, request: web.Request) -> web.Response:
         url = request.rel_url.raw_path.lstrip("/")
