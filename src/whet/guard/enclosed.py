@@ -153,7 +153,6 @@ def _listener(ours: socket.socket) -> int:
 
 def _become(request: SandboxedProgram, ours: socket.socket, output: int, error: int) -> None:
     """In the child: give up what is not needed, then run the program. Does not return."""
-    status = 126
     try:
         confine.die_with(os.getppid())
         null = os.open(os.devnull, os.O_RDWR)
@@ -170,17 +169,15 @@ def _become(request: SandboxedProgram, ours: socket.socket, output: int, error: 
             confine.bound(kind, most)
         if request.confined:
             programs = [Path(program) for program in request.programs]
-            sandbox.enter_programs(programs, Path(request.folder), lambda fd: _hand_over(ours, fd))
+            sandbox.enter_programs(
+                programs, Path(request.folder), lambda fd: socket.send_fds(ours, [b"."], [fd])
+            )
         os.closerange(3, 256)
         os.execve(request.words[0], request.words, request.environment)
     except BaseException as e:  # noqa: BLE001  (nothing is above)
         os.write(2, f"{type(e).__name__}: {e}\n".encode())
     finally:
-        os._exit(status)
-
-
-def _hand_over(ours: socket.socket, fd: int) -> None:
-    socket.send_fds(ours, [b"."], [fd])
+        os._exit(126)
 
 
 class _Answers:
@@ -225,10 +222,9 @@ class _Answers:
         return os.open(f"/proc/self/fd/{self.fds[path]}", flags & _KEPT)
 
     def texts(self) -> dict[str, str]:
-        found = {}
-        for path, fd in self.fds.items():
-            found[path] = os.pread(fd, _MOST_WRITTEN, 0).decode("utf-8", "replace")
-        return found
+        return {
+            path: os.pread(fd, _MOST_WRITTEN, 0).decode("utf-8", "replace") for path, fd in self.fds.items()
+        }
 
 
 def _signed(number: int) -> int:

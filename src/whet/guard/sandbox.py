@@ -103,7 +103,7 @@ def read_only() -> None:
     _restrict_files([(Path("/"), _READ_FILE | _READ_DIR)])
 
 
-def enter_programs(programs: Sequence[Path], folder: Path, hand_over: Callable[[int], None]) -> None:
+def enter_programs(programs: Sequence[Path], folder: Path, hand_over: Callable[[int], object]) -> None:
     """Confine this process and all below it, which may read any file and start these programs alone, for good.
 
     Files are written in `folder` alone. `hand_over` is given a descriptor on which the kernel asks another process

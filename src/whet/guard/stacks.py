@@ -211,12 +211,10 @@ def others() -> str:
         elif time.monotonic() >= settled:
             break
         time.sleep(STEP_S)
-    parts = []
-    for other in asked:
-        parts.append(
-            f"process {other.process[0]}, {other.who}:\n{other.said() or silence(other.process[0])}\n"
-        )
-    return "".join(parts)
+    return "".join(
+        f"process {other.process[0]}, {other.who}:\n{other.said() or silence(other.process[0])}\n"
+        for other in asked
+    )
 
 
 STATES = {
