@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whet.sync.manifest import Manifest, Piece, TensorEntry, myself, pieces
+from whet.sync.manifest import Held, Manifest, Piece, TensorEntry, Tensors, myself, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets, flat_bytes, flatten, split
 from whet.types import ConfigError, Json, WhetError
 
@@ -75,13 +75,7 @@ class Collective:
 
     # -- the trainer's end
 
-    def send(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        *,
-        held: Mapping[str, TensorEntry] | None = None,
-    ) -> Manifest:
+    def send(self, version: int, tensors: Tensors, *, held: Held | None = None) -> Manifest:
         """See `Transport`. Returns when every receiver has all bytes; raises WhetError naming those who have not."""
         try:
             patience = self._begin(version)

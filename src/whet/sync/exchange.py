@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,15 +24,13 @@ from whet.config.schema import Config
 from whet.models.lora import adapted, refresh
 from whet.models.published import Send, Weight, weights_of
 from whet.rollout.engine import RolloutEngine, WeightUpdate
-from whet.sync.manifest import Manifest, TensorEntry, checked, describe, entry_of
+from whet.sync.manifest import Held, Manifest, TensorEntry, Tensors, checked, describe, entry_of
 from whet.sync.transport import Sender, Source
 from whet.types import Receipt, WhetError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Tensors = Iterable[tuple[str, Tensor]]
 
 
 class Policy(Protocol):
@@ -107,7 +105,7 @@ class Publisher:
         written = partial(_written, self.transport, policy.version, adapters=self.adapters, dtype=self.dtype)
         return self.by(lambda held: policy.publish(partial(written, held=held), there=self.there))
 
-    def by(self, send: Callable[[Mapping[str, TensorEntry]], Manifest], *, whole: bool = False) -> Manifest:
+    def by(self, send: Callable[[Held], Manifest], *, whole: bool = False) -> Manifest:
         """Let `send` send one version; it gets what need not be sent, as `Transport.send` does."""
         sent = send({} if whole or self.whole else self._stays())
         version, travelled = sent.version, sum(e.sent for e in sent.entries)
@@ -136,7 +134,7 @@ class Publisher:
                     f"digest {sent} was sent. Its rollouts would use other weights, so the run stops"
                 )
 
-    def _stays(self) -> Mapping[str, TensorEntry]:
+    def _stays(self) -> Held:
         """What every receiver has alike, or what was in the last whole version."""
         manifests = list(self.held.values()) or [self.base]
         if any(m is None for m in manifests):
@@ -315,7 +313,7 @@ def _written(
     *,
     adapters: bool,
     dtype: torch.dtype | None,
-    held: Mapping[str, TensorEntry],
+    held: Held,
 ) -> Manifest:
     """Send one version, from the process that has its weights."""
     return transport.send(version, cast(carried(weights, adapters=adapters), dtype), held=held)

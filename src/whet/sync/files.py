@@ -17,7 +17,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whet.sync.manifest import Manifest, Piece, TensorEntry, lacking, myself, not_sent, pieces
+from whet.sync.manifest import Held, Manifest, Piece, TensorEntry, Tensors, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, Patience, buckets
 from whet.track.files import atomic_folder, drop_folder, tidy, write_json
 from whet.types import CheckpointError, Receipt, WhetError
@@ -58,13 +58,7 @@ class Files:
         self.root, self.timeout_s, self.keep = root, timeout_s, keep
         self.bucket_bytes = bucket_bytes
 
-    def send(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        *,
-        held: Mapping[str, TensorEntry] | None = None,
-    ) -> Manifest:
+    def send(self, version: int, tensors: Tensors, *, held: Held | None = None) -> Manifest:
         """See `Transport`. Raises CheckpointError (full disk ...); earlier versions are then untouched."""
         name = f"{version:08d}" + ("-changed" if held else "")
         entries: list[TensorEntry] = []

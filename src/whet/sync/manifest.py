@@ -47,6 +47,10 @@ class TensorEntry:
         return other is not None and replace(self, sent=True) == replace(other, sent=True)
 
 
+Tensors: TypeAlias = Iterable[tuple[str, Tensor]]
+"""Those of a version, by name."""
+Held: TypeAlias = Mapping[str, TensorEntry]
+"""What all receivers have already, by name."""
 Piece: TypeAlias = tuple[TensorEntry, Tensor | None]
 """A tensor on its way; None where it is not sent."""
 
@@ -118,12 +122,12 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def describe(version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+def describe(version: int, tensors: Tensors) -> Manifest:
     """The manifest of the given tensors."""
     return Manifest(version, tuple(entry_of(name, t) for name, t in tensors), myself())
 
 
-def pieces(tensors: Iterable[tuple[str, Tensor]], held: Mapping[str, TensorEntry]) -> Iterator[Piece]:
+def pieces(tensors: Tensors, held: Held) -> Iterator[Piece]:
     """Tensors with their entries; tensors that all receivers hold already are not sent."""
     for name, tensor in tensors:
         entry = entry_of(name, tensor)

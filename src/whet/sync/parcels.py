@@ -4,14 +4,13 @@ receiver hands it over."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from whet.sync.manifest import Manifest, Piece, TensorEntry, lacking, myself, not_sent, pieces
+from whet.sync.manifest import Held, Manifest, Piece, TensorEntry, Tensors, lacking, myself, not_sent, pieces
 from whet.sync.transport import BUCKET_BYTES, buckets, flatten, split
 from whet.types import WhetError
 
@@ -62,21 +61,13 @@ class Parcels:
         self.base: Letter | None = None
         """The last that was whole."""
 
-    def send(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        *,
-        held: Mapping[str, TensorEntry] | None = None,
-    ) -> Manifest:
+    def send(self, version: int, tensors: Tensors, *, held: Held | None = None) -> Manifest:
         def packed(bucket: list[Piece]) -> Any:
             return self.put(flatten([t for _, t in bucket if t is not None]).cpu().numpy())
 
         return self._send(version, pieces(tensors, held or {}), packed, by=myself())
 
-    def post(
-        self, written: Manifest, put: Callable[[list[str]], Any], *, held: Mapping[str, TensorEntry]
-    ) -> Manifest:
+    def post(self, written: Manifest, put: Callable[[list[str]], Any], *, held: Held) -> Manifest:
         """`send` of a version that another process has. put: lets that process put the tensors of these names where a
         reference finds them, and returns the reference."""
         stream = (

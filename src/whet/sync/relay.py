@@ -6,7 +6,7 @@ that no byte of the weights goes through the driver.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from whet.guard import pulse
 from whet.sync.collective import Collective
 from whet.sync.exchange import Policy
 from whet.sync.files import Files
-from whet.sync.manifest import Manifest, TensorEntry
+from whet.sync.manifest import Held, Manifest, Tensors
 from whet.types import WhetError
 
 _BEAT_S = 1.0
@@ -54,13 +54,7 @@ class Relay:
         """folder: where the policy's processes write their versions, as `Files` does."""
         self.end, self.policy, self.folder = end, policy, folder
 
-    def send(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        *,
-        held: Mapping[str, TensorEntry] | None = None,
-    ) -> Manifest:
+    def send(self, version: int, tensors: Tensors, *, held: Held | None = None) -> Manifest:
         """See `Sender`. tensors: those of the folder; they are not looked at here."""
         end = self.end
         place = RootSeat(tuple(end.names[1:]), end.host, end.port, end.device.type)
@@ -86,9 +80,7 @@ def _end(place: RootSeat) -> Collective:
     )
 
 
-def _sent(
-    place: RootSeat, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
-) -> SendOutcome:
+def _sent(place: RootSeat, folder: Path, version: int, *, timeout_s: float, held: Held | None) -> SendOutcome:
     """Called in the policy's process. A failure is an answer: receivers that end are no fault of the ranks."""
     on = (torch.cuda.set_device, (torch.cuda.current_device(),)) if place.device == "cuda" else (None, ())
     with ThreadPoolExecutor(1, "whet-broadcast", *on) as pool:  # the current GPU is a thread's own
@@ -98,9 +90,7 @@ def _sent(
         return sending.result()
 
 
-def _send(
-    place: RootSeat, folder: Path, version: int, *, timeout_s: float, held: Mapping[str, TensorEntry] | None
-) -> SendOutcome:
+def _send(place: RootSeat, folder: Path, version: int, *, timeout_s: float, held: Held | None) -> SendOutcome:
     end: Collective | None = None
     try:
         end = _end(place)

@@ -32,13 +32,12 @@ from whet.sync.exchange import (
     Policy,
     Publisher,
     Receiver,
-    Tensors,
     carried,
     publisher_of,
     with_adapters,
 )
 from whet.sync.files import Files
-from whet.sync.manifest import DTYPES, Manifest
+from whet.sync.manifest import DTYPES, Manifest, Tensors
 from whet.sync.parcels import Letter, Parcels
 from whet.sync.relay import Relay
 from whet.sync.transport import Patience

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from whet.sync.manifest import DTYPES, Manifest, Piece, TensorEntry
+from whet.sync.manifest import DTYPES, Held, Manifest, Piece, TensorEntry, Tensors
 from whet.types import WhetError
 
 BUCKET_BYTES = 256 << 20
@@ -23,13 +23,7 @@ _ALIGN = 16
 class Sender(Protocol):
     """The trainer's end of one way to send weights."""
 
-    def send(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        *,
-        held: Mapping[str, TensorEntry] | None = None,
-    ) -> Manifest:
+    def send(self, version: int, tensors: Tensors, *, held: Held | None = None) -> Manifest:
         """Send one version, tensor by tensor. held: tensors that all receivers already have, which are not sent."""
 
 
