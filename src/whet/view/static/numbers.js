@@ -21,31 +21,27 @@ function noStages(run) {
   return problems.map(failure);
 }
 
-/** A page about one stage: its selection, and what `make` gives for it, again when the run goes on. */
-async function stagePage(context, title, told, make) {
+/** A page: its head, and what `make` gives, again when the run goes on. */
+async function livePage(context, head, make) {
+  const holder = h("div", {});
+  context.update = async () => renew(holder, await shown(make));
+  await context.update();
+  return [h("div", { class: "bar" }, head), holder];
+}
+
+/** A page about one stage: its selection, and what `make` gives for it. */
+function stagePage(context, title, told, make) {
   const { run } = context;
   const stage = stageOf(run, context.query);
-  const holder = h("div", {});
-  const draw = async () =>
-    renew(
-      holder,
-      stage === null ? noStages(run) : await shown(() => make(stage)),
-    );
-  context.update = draw;
-  await draw();
   const go = (value) => {
     location.hash = hashOf(["run", run.id, context.name], { stage: value });
   };
-  return [
-    h(
-      "div",
-      { class: "bar" },
-      h("h2", {}, title),
-      stageNames(run).length > 1 && select("stage", stageNames(run), stage, go),
-      h("span", { class: "dim" }, told),
-    ),
-    holder,
+  const head = [
+    h("h2", {}, title),
+    stageNames(run).length > 1 && select("stage", stageNames(run), stage, go),
+    h("span", { class: "dim" }, told),
   ];
+  return livePage(context, head, () => (stage === null ? noStages(run) : make(stage)));
 }
 
 // ---------------------------------------------------------------- rewards
@@ -194,33 +190,15 @@ function ngrams(title, list = []) {
 
 // ---------------------------------------------------------------- ledger
 
-export async function ledgerPage(context) {
+export function ledgerPage(context) {
   const { run } = context;
-  const holder = h("div", {});
-  context.update = async () =>
-    renew(
-      holder,
-      await shown(async () => {
-        const told = await get(ofRun(run.id, "ledger"));
-        return told.stages.length
-          ? told.stages.map((stage) => ledgerOf(run.id, stage, told.filters ?? {}))
-          : h("p", { class: "note", data: { empty: "" } }, "No step has been recorded yet.");
-      }),
-    );
-  await context.update();
-  return [
-    h(
-      "div",
-      { class: "bar" },
-      h("h2", {}, "Ledger"),
-      h(
-        "span",
-        { class: "dim" },
-        "requested = trained on + dropped + failed + pending; a count opens its recorded rollouts",
-      ),
-    ),
-    holder,
-  ];
+  const how = "requested = trained on + dropped + failed + pending; a count opens its recorded rollouts";
+  return livePage(context, [h("h2", {}, "Ledger"), h("span", { class: "dim" }, how)], async () => {
+    const told = await get(ofRun(run.id, "ledger"));
+    return told.stages.length
+      ? told.stages.map((stage) => ledgerOf(run.id, stage, told.filters ?? {}))
+      : h("p", { class: "note", data: { empty: "" } }, "No step has been recorded yet.");
+  });
 }
 
 function ledgerOf(run, { stage, steps, counts, totals }, filters) {
@@ -285,43 +263,29 @@ function perStep(steps, names, counts, count) {
 
 // ---------------------------------------------------------------- timeline
 
-export async function timelinePage(context) {
-  const holder = h("div", {});
-  context.update = async () =>
-    renew(
-      holder,
-      await shown(async () => {
-        const told = await get(ofRun(context.run.id, "timeline"));
-        if (!told.lanes.length)
-          return h("p", { class: "note", data: { empty: "" } }, "The run has written no timeline yet.");
-        const bubble = told.bubble ?? { columns: [], rows: [] };
-        return [
-          panel("What each process did, and when it waited", {}, lanesChart(told.lanes, told.seconds)),
-          bubble.rows.length > 0 &&
-            panel(
-              "Bubble: the share of the processes' time in which they waited",
-              {},
-              table(
-                bubble.columns.map((name, n) =>
-                  bubble.rows.some((row) => typeof row[n] === "number") ? right(visible(name)) : visible(name),
-                ),
-                bubble.rows.map((row) => row.map((one) => (typeof one === "string" ? visible(one) : one))),
-                { "data-table": "bubble" },
-              ),
+export function timelinePage(context) {
+  const how = "drag or + − ← → zoom and move, a double click shows everything";
+  return livePage(context, [h("h2", {}, "Timeline"), h("span", { class: "dim" }, how)], async () => {
+    const told = await get(ofRun(context.run.id, "timeline"));
+    if (!told.lanes.length)
+      return h("p", { class: "note", data: { empty: "" } }, "The run has written no timeline yet.");
+    const bubble = told.bubble ?? { columns: [], rows: [] };
+    return [
+      panel("What each process did, and when it waited", {}, lanesChart(told.lanes, told.seconds)),
+      bubble.rows.length > 0 &&
+        panel(
+          "Bubble: the share of the processes' time in which they waited",
+          {},
+          table(
+            bubble.columns.map((name, n) =>
+              bubble.rows.some((row) => typeof row[n] === "number") ? right(visible(name)) : visible(name),
             ),
-        ];
-      }),
-    );
-  await context.update();
-  return [
-    h(
-      "div",
-      { class: "bar" },
-      h("h2", {}, "Timeline"),
-      h("span", { class: "dim" }, "drag or + − ← → zoom and move, a double click shows everything"),
-    ),
-    holder,
-  ];
+            bubble.rows.map((row) => row.map((one) => (typeof one === "string" ? visible(one) : one))),
+            { "data-table": "bubble" },
+          ),
+        ),
+    ];
+  });
 }
 
 // ---------------------------------------------------------------- mismatch
@@ -397,42 +361,34 @@ export function mismatchPage(context) {
 
 // ---------------------------------------------------------------- evaluations
 
-export async function evaluationsPage(context) {
-  const holder = h("div", {});
+export function evaluationsPage(context) {
   const { run, query } = context;
-  const draw = async () =>
-    renew(
-      holder,
-      await shown(async () => {
-        const told = await get(ofRun(run.id, "evals"));
-        if (!told.rows.length && !told.files.length)
-          return h("p", { class: "note", data: { empty: "" } }, "The run has not evaluated yet.");
-        return [
-          curves(told),
-          panel(
-            "Numbers",
-            {},
-            table(
-              ["stage", right("step"), "source", ...told.columns.map((name) => right(visible(name)))],
-              told.rows
-                .slice()
-                .reverse()
-                .map(([stage, step, source, ...values]) => [
-                  visible(stage),
-                  number(step),
-                  visible(source),
-                  ...values.map((value) => number(value)),
-                ]),
-              { "data-table": "evals" },
-            ),
-          ),
-          await flips(run, told.files, query),
-        ];
-      }),
-    );
-  context.update = draw;
-  await draw();
-  return [h("div", { class: "bar" }, h("h2", {}, "Evaluations")), holder];
+  return livePage(context, h("h2", {}, "Evaluations"), async () => {
+    const told = await get(ofRun(run.id, "evals"));
+    if (!told.rows.length && !told.files.length)
+      return h("p", { class: "note", data: { empty: "" } }, "The run has not evaluated yet.");
+    return [
+      curves(told),
+      panel(
+        "Numbers",
+        {},
+        table(
+          ["stage", right("step"), "source", ...told.columns.map((name) => right(visible(name)))],
+          told.rows
+            .slice()
+            .reverse()
+            .map(([stage, step, source, ...values]) => [
+              visible(stage),
+              number(step),
+              visible(source),
+              ...values.map((value) => number(value)),
+            ]),
+          { "data-table": "evals" },
+        ),
+      ),
+      await flips(run, told.files, query),
+    ];
+  });
 }
 
 /** A chart of each number; a curve for each source, over the steps of all stages. */
