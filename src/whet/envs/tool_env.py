@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -84,6 +84,20 @@ class Answer:
     cost: float | None = None
 
 
+def result_messages(calls: Sequence[ToolCall], answers: Sequence[Answer]) -> list[Message]:
+    """The messages with the answers to these calls."""
+    return [
+        Message("tool", answer.text, tool_call_id=call.id or None, name=call.name)
+        for call, answer in zip(calls, answers)
+    ]
+
+
+def not_there(name: str, named: Collection[str]) -> str:
+    """What the policy is told of a call of a tool that it does not have. named: those that it has."""
+    there = f"{near(name, named)}; there are: {', '.join(named) or 'none'}"
+    return words(f"Error: there is no tool {name[:64]!r}{there}", MOST_SHOWN)
+
+
 class ToolEnv:
     """The environment of one rollout."""
 
@@ -136,10 +150,7 @@ class ToolEnv:
         answers = await together(self._answer(n, call) for n, call in enumerate(reply.tool_calls))
         if len(self.world.call_context.left) >= MOST_LEFT:
             return EnvStep(fault=f"{MOST_LEFT} tool calls exceeded their time limit and are still running")
-        messages = [
-            Message("tool", answer.text, tool_call_id=call.id or None, name=call.name)
-            for call, answer in zip(reply.tool_calls, answers)
-        ]
+        messages = result_messages(reply.tool_calls, answers)
         return await self._step(messages, reply.tool_calls, answers, done=not messages)
 
     async def _resume(self, turns: Sequence[tuple[Message, EnvStep]]) -> None:
@@ -197,8 +208,7 @@ class ToolEnv:
         if self.limits.max_calls is not None and self.calls >= self.limits.max_calls:
             return Answer(f"Error: not called: all {self.limits.max_calls} calls of this episode are used up")
         if tool is None:
-            there = f"{near(call.name, self.named)}; there are: {', '.join(self.named) or 'none'}"
-            return Answer(words(f"Error: there is no tool {call.name[:64]!r}{there}", MOST_SHOWN))
+            return Answer(not_there(call.name, self.named))
         if wrong := tool.wrong(call.arguments):
             return Answer(f"Error: {call.name} was not called: {words(wrong, MOST_SHOWN)}")
         self.calls += 1

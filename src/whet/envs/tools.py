@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -123,16 +124,18 @@ def load_function(spec: str) -> Tool:
 
 def by_name(tools: list[Tool]) -> dict[str, Tool]:
     """Tools by their names. ConfigError where two have the same name, or where there are too many."""
-    found = {tool.spec.name: tool for tool in tools}
-    if len(found) < len(tools):
-        names = [tool.spec.name for tool in tools]
-        twice = sorted({name for name in names if names.count(name) > 1})
+    check_distinct([tool.spec.name for tool in tools])
+    if len(tools) > MOST_TOOLS:
+        raise ConfigError(f"an environment has {len(tools)} tools; at most {MOST_TOOLS} are allowed")
+    return {tool.spec.name: tool for tool in tools}
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """ConfigError where two tools have the same name."""
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
         raise ConfigError(
             f"tools have the same name: {', '.join(twice)}; expected a name of its own for each"
         )
-    if len(found) > MOST_TOOLS:
-        raise ConfigError(f"an environment has {len(found)} tools; at most {MOST_TOOLS} are allowed")
-    return found
 
 
 # ---------------------------------------------------------------- results

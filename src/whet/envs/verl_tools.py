@@ -29,10 +29,10 @@ from whet.envs.arguments import section
 from whet.envs.calls import together
 from whet.envs.env import MOST_TEXT, EnvFault, EnvStep, World
 from whet.envs.schemas import check_name, spec_of
-from whet.envs.tool_env import Answer
-from whet.envs.tools import Side, error_text, fit
-from whet.guard.foreign import describe, number, words
-from whet.tables import load_module, load_object, near
+from whet.envs.tool_env import Answer, not_there, result_messages
+from whet.envs.tools import Side, check_distinct, error_text, fit
+from whet.guard.foreign import describe, number
+from whet.tables import load_module, load_object
 from whet.types import ConfigError, Json, Message, StopReason, Task, ToolCall, ToolSpec
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 SINGLE = "single_turn_agent"
 """verl's name for one reply without tools."""
 Agent = Literal["tool_agent", "single_turn_agent"]
-MOST_SHOWN = 300
-"""Characters of a name or a reason that the policy is told."""
 
 
 class VerlArguments(Section):
@@ -182,12 +180,9 @@ class VerlEnv:
             return await self._talk(reply)
         most = MOST_TEXT // (2 * len(calls))
         answers = await together(self._answer(call, most) for call in calls)
-        messages = [
-            Message("tool", answer.text, tool_call_id=call.id or None, name=call.name)
-            for call, answer in zip(calls, answers)
-        ]
         self.data.messages += [{"role": "tool", "content": answer.text} for answer in answers]
         self.data.tool_rewards += [answer.reward for answer in answers]
+        messages = result_messages(calls, answers)
         return EnvStep(messages, parts=self._parts(reply, answers), done=False, state=self._state())
 
     async def close(self) -> None:
@@ -246,8 +241,7 @@ class VerlEnv:
         """most: characters of its result, where the arguments name no limit."""
         tool, limit_s = self.named.get(call.name), self.asked.call_timeout_s
         if tool is None:
-            there = f"{near(call.name, self.named)}; there are: {', '.join(self.named) or 'none'}"
-            return VerlAnswer(words(f"Error: there is no tool {call.name[:64]!r}{there}", MOST_SHOWN))
+            return VerlAnswer(not_there(call.name, self.named))
         if tool.is_function:
             work, is_async = partial(tool.thing, **call.arguments), inspect.iscoroutinefunction(tool.thing)
         else:
@@ -364,10 +358,7 @@ def tools_of(config: str | None, functions: str | None) -> dict[str, VerlTool]:
     """The tools of two files by name. They are made once for each process. ConfigError for a file that is none."""
     found = [*(_tool(entry, config) for entry in _entries(config, "tools")), *_functions(functions)]
     names = [tool.spec.name for tool in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(
-            f"tools have the same name: {', '.join(twice)}; expected a name of its own for each"
-        )
+    check_distinct(names)
     for name in names:
         check_name(name)
     return dict(zip(names, found))
