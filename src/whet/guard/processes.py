@@ -21,20 +21,21 @@ GO_ON = "the same command resumes the run. If nobody killed it, there was probab
 
 def process(pid: int) -> tuple[int, int]:
     """(pid, when it was started): names a process for good, where a pid is used again. 0: not known here."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return pid, 0
-    fields = stat.rpartition(")")[2].split()
-    return pid, 0 if fields[0] == "Z" else int(fields[19])
+    fields = _stat(pid)
+    return pid, 0 if not fields or fields[0] == "Z" else int(fields[19])
 
 
 def state(pid: int) -> str:
     """One letter: R runs, S waits, D waits in the kernel, T is stopped, Z has ended; empty: not there, or not known."""
+    return next(iter(_stat(pid)), "")
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; [] where that is not known."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return []
 
 
 def until(holds: Callable[[], object], within_s: float, *, every_s: float = 0.02) -> bool:
