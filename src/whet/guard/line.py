@@ -114,18 +114,11 @@ class LocalLine:
         # a process may be tied to the thread that started it; here, one that ends with the process alone
         tied = threading.current_thread() is threading.main_thread()
         who = f"{module.rpartition('.')[2]}-{number}"
-        told = [
-            str(theirs.fileno()),
-            str(self.file),
-            str(os.getpid()),
-            str(int(tied)),
-            who,
-            stacks.folder() or "",
-        ]
+        told = (theirs.fileno(), self.file, os.getpid(), int(tied), who, stacks.folder() or "")
         with theirs:
             # a session of its own: Ctrl-C is the driver's to answer
             self.process = subprocess.Popen(
-                [*module_command("whet.guard.begin"), module, *told],
+                [*module_command("whet.guard.begin"), module, *map(str, told)],
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,
