@@ -167,6 +167,9 @@ export function panel(title, props, ...children) {
   );
 }
 
+/** A column of numbers for table. */
+export const right = (name, title) => ({ name, title, right: true });
+
 /** A table of plain cells. columns: names, or {name, right, title}. rows: lists of texts and nodes. */
 export function table(columns, rows, props = {}) {
   const heads = columns.map((column) => (typeof column === "string" ? { name: column } : column));

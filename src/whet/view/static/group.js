@@ -1,6 +1,6 @@
 /* The rollouts of one task side by side: what they share, what they were paid for, which were dropped. */
 
-import { facts, h, number, panel, table, visible } from "./dom.js";
+import { facts, h, number, panel, right, table, visible } from "./dom.js";
 import { get, ofRun } from "./api.js";
 import { sparkline } from "./plot.js";
 import { hashOf, link, rolloutLink } from "./route.js";
@@ -36,7 +36,6 @@ export async function groupPage(context) {
       });
     },
   });
-  const right = (name) => ({ name, right: true });
   return [
     h(
       "div",

@@ -1,6 +1,6 @@
 /* Pages of numbers over the steps of a stage: rewards, ledger, timeline, mismatch, evaluations. */
 
-import { firstOf, h, line, number, panel, renew, select, table, visible } from "./dom.js";
+import { firstOf, h, line, number, panel, renew, right, select, table, visible } from "./dom.js";
 import { address, failure, get, getMetrics, ofRun, shown } from "./api.js";
 import { css, diverging, ink } from "./color.js";
 import { lanesChart } from "./lanes.js";
@@ -12,12 +12,12 @@ const MOST_LISTED = 200;
 const ASKED = "requested";
 const NOT_ROLLOUTS = /calls|replies|results/;
 const LOSSES = /drop|fail|fault|without|malformed|cut|retr|abort/;
-const right = (name, title) => ({ name, title, right: true });
+const nothing = (said) => h("p", { class: "note", data: { empty: "" } }, said);
 
 /** In the place of a stage: the record has none yet, or cannot be read. */
 function noStages(run) {
   const problems = run.problems ?? [];
-  if (!problems.length) return h("p", { class: "note", data: { empty: "" } }, "The run has no stages yet.");
+  if (!problems.length) return nothing("The run has no stages yet.");
   return problems.map(failure);
 }
 
@@ -57,9 +57,7 @@ export function rewardsPage(context) {
       if (!told.steps?.length || !Object.values(told.parts ?? {}).some((part) => part.count?.some((n) => n > 0))) {
         return [
           unread,
-          h(
-            "p",
-            { class: "note", data: { empty: "" } },
+          nothing(
             `The rollouts of ${visible(stage)} have no rewards: it learns from demonstrations, or none are scored yet.`,
           ),
         ];
@@ -197,7 +195,7 @@ export function ledgerPage(context) {
     const told = await get(ofRun(run.id, "ledger"));
     return told.stages.length
       ? told.stages.map((stage) => ledgerOf(run.id, stage, told.filters ?? {}))
-      : h("p", { class: "note", data: { empty: "" } }, "No step has been recorded yet.");
+      : nothing("No step has been recorded yet.");
   });
 }
 
@@ -268,7 +266,7 @@ export function timelinePage(context) {
   return livePage(context, [h("h2", {}, "Timeline"), h("span", { class: "dim" }, how)], async () => {
     const told = await get(ofRun(context.run.id, "timeline"));
     if (!told.lanes.length)
-      return h("p", { class: "note", data: { empty: "" } }, "The run has written no timeline yet.");
+      return nothing("The run has written no timeline yet.");
     const bubble = told.bubble ?? { columns: [], rows: [] };
     return [
       panel("What each process did, and when it waited", {}, lanesChart(told.lanes, told.seconds)),
@@ -300,7 +298,7 @@ export function mismatchPage(context) {
       const unread = (told.problems ?? []).map(failure);
       const note = told.note && h("p", { class: "note" }, visible(told.note));
       if (!told.steps?.length)
-        return [unread, note || h("p", { class: "note", data: { empty: "" } }, "No step of this stage has sampled tokens.")];
+        return [unread, note || nothing("No step of this stage has sampled tokens.")];
       const totals = (told.counts ?? []).reduce((sum, counts) => counts.map((count, n) => count + (sum[n] ?? 0)), []);
       const drawn = [
         ["mean", told.mean],
@@ -366,7 +364,7 @@ export function evaluationsPage(context) {
   return livePage(context, h("h2", {}, "Evaluations"), async () => {
     const told = await get(ofRun(run.id, "evals"));
     if (!told.rows.length && !told.files.length)
-      return h("p", { class: "note", data: { empty: "" } }, "The run has not evaluated yet.");
+      return nothing("The run has not evaluated yet.");
     return [
       curves(told),
       panel(

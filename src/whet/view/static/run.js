@@ -1,6 +1,6 @@
 /* One run: is it learning, its curves, its stages, what it waits for, its last log lines, its config. */
 
-import { command, duration, facts, firstOf, h, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
+import { command, duration, facts, firstOf, h, number, panel, put, renew, right, select, short, table, tick, visible } from "./dom.js";
 import { getMetrics, shown } from "./api.js";
 import { chart, legend } from "./plot.js";
 import { hashOf, link, listed, named, stageNames } from "./route.js";
@@ -81,7 +81,7 @@ function waits(run) {
     "Waiting for",
     { data: { waits: run.waits.length } },
     table(
-      ["process", "what", { name: "since", right: true }],
+      ["process", "what", right("since")],
       run.waits.map((one) => [visible(one.process), visible(one.what), duration(one.since_s)]),
     ),
   );
@@ -113,7 +113,6 @@ function learning(run) {
 }
 
 function stages(run) {
-  const right = (name) => ({ name, right: true });
   const change = (from, to) => ((from ?? to ?? null) === null ? "–" : `${number(from, 3)} → ${number(to, 3)}`);
   if (!(run.stages ?? []).length) return panel("Stages", {}, h("p", { class: "dim" }, "No stage has begun."));
   return panel(

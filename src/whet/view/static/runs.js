@@ -1,6 +1,6 @@
 /* The list of runs, and two of them compared. */
 
-import { firstOf, h, line, number, panel, put, renew, select, short, table, tick, visible } from "./dom.js";
+import { firstOf, h, line, number, panel, put, renew, right, select, short, table, tick, visible } from "./dom.js";
 import { address, get, getMetrics, shown } from "./api.js";
 import { chart, legend } from "./plot.js";
 import { hashOf, link, listed, named, rolloutLink } from "./route.js";
@@ -84,7 +84,6 @@ export async function runsPage(context) {
           .replace(/\+00:00$/, ""),
       ],
     }));
-    const right = (name, title) => ({ name, title, right: true });
     put(told, `${answer.runs.length} in view`);
     renew(
       holder,
