@@ -190,12 +190,7 @@ static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 J, i64 at, f
     i64 from = (j0 + at) * q->by_i + k0 * q->by_k;
     float *to = panels + at * K;
     if (q->by_i == 1) {
-        if (n == LANES && !q->half)
-            for (i64 k = 0; k < K; k++)
-                UNROLL for (int v = 0; v < VECTORS; v++)
-                    store(to + k * LANES + v * W, load((const float *)q->data + from + k * q->by_k + v * W));
-        else
-            for (i64 k = 0; k < K; k++) read_dense(q, from + k * q->by_k, n, to + k * lanes);
+        for (i64 k = 0; k < K; k++) read_dense(q, from + k * q->by_k, n, to + k * lanes);
         j = n;
     }
 #if defined(__AVX__)
@@ -207,17 +202,32 @@ static void pack_panel(const Product *a, i64 k0, i64 K, i64 j0, i64 J, i64 at, f
     for (i64 k = 0; n < lanes && k < K; k++) memset(to + k * lanes + n, 0, sizeof(float) * (lanes - n));
 }
 
+/* Whole panels of columns that lie side by side: each line of memory is read once, k by k. Returns how many columns. */
+static i64 pack_panels_beside(const Product *a, i64 k0, i64 K, i64 j0, i64 J, float *panels) {
+    const Matrix *q = &a->q;
+    if (q->by_i != 1 || q->half) return 0;
+    const float *from = (const float *)q->data + j0 + k0 * q->by_k;
+    J = J / LANES * LANES;
+    for (i64 k = 0; k < K; k++, from += q->by_k)
+        for (i64 j = 0; j < J; j += LANES)
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                store(panels + j * K + k * LANES + v * W, load(from + j + v * W));
+    return J;
+}
+
 /* Rows of p as they are read: number (i, k) at data[i by_i + k by_k]. */
 typedef struct {
     const float *data;
     i64 by_i, by_k;
 } Strip;
 
-/* Whole groups of rows that lie side by side: each line of memory is read once, k by k, though they may be pages apart. */
+/* Whole groups of rows that lie side by side: each line of memory is read once, k by k, though they may be pages apart.
+   All but the last k go by whole vectors; what they write behind their group comes next. */
 static void pack_beside(const float *p, i64 by_k, i64 I, i64 K, float *to) {
     for (i64 k = 0; k < K; k++, p += by_k, to += ROWS) {
         for (i64 i = 0; i < I; i += 16) __builtin_prefetch(p + AHEAD * by_k + i);
-        for (i64 i = 0; i < I; i += ROWS) memcpy(to + i * K, p + i, sizeof(float) * ROWS);
+        if (W >= ROWS && k < K - 1) for (i64 i = 0; i < I; i += ROWS) store(to + i * K, load(p + i));
+        else for (i64 i = 0; i < I; i += ROWS) memcpy(to + i * K, p + i, sizeof(float) * ROWS);
     }
 }
 
@@ -421,7 +431,8 @@ static void pack_panels(const Product *a, i64 k0, i64 end, i64 j0, i64 J, i64 ro
             _Pragma("omp parallel for schedule(static) num_threads(threads)")
             for (i64 j = 0; j < J; j += LANES) pack_panel(a, k, K, j0, J, j, panels);
         } else
-            for (i64 j = 0; j < J; j += LANES) pack_panel(a, k, K, j0, J, j, panels);
+            for (i64 j = pack_panels_beside(a, k, K, j0, J, panels); j < J; j += LANES)
+                pack_panel(a, k, K, j0, J, j, panels);
     }
 }
 
