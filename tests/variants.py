@@ -40,6 +40,7 @@ FILES = (
     "activations",
     "attention",
     "cluster",
+    "compiled_step",
     "elementwise",
     "exact",
     "exact_engines",
@@ -64,7 +65,17 @@ FILES = (
     "timeline",
     "train_torch",
 )
-IN_C = ("activations", "attention", "elementwise", "kernels", "native", "paged", "products", "products_bf16")
+IN_C = (
+    "activations",
+    "attention",
+    "compiled_step",
+    "elementwise",
+    "kernels",
+    "native",
+    "paged",
+    "products",
+    "products_bf16",
+)
 """Those that call the C kernels in the process of the tests: what AddressSanitizer can watch."""
 WHOLE = ("no compiler", "no entry for the user")
 """Variants that touch more than what computes: all of `make test` passes under them, too."""
