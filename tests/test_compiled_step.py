@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -153,6 +154,15 @@ def test_the_same_activations_are_kept(rows: int) -> None:
     assert used == b.next - b.first
     assert all(torch.equal(x[:, :used], y[:, :used]) for x, y in zip(a.kinds, b.kinds))
     assert (memories[0].number == memories[1].number).all()
+
+
+def test_room_for_activations_that_is_given_back_is_free() -> None:
+    engine = engine_of(tiny_model(), rows=4096)
+    sampled(engine, jobs(3))
+    assert engine.kept is not None
+    rooms = [weakref.ref(kind) for kind in engine.kept.kinds]
+    engine.kept.resize(0)
+    assert [room() for room in rooms] == [None] * len(rooms)
 
 
 def test_threads_change_no_bit() -> None:

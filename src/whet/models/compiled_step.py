@@ -10,6 +10,7 @@ Letters: B rows, P pages of a row, V vocabulary, D hidden, T positions.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from ctypes import c_float, c_int64, c_void_p
 from typing import NamedTuple
@@ -72,8 +73,9 @@ class CompiledStep:
         self.owned = [module._parameters for module in owners if module._parameters]
         self.addresses: list[int] = []
         self.step: _Step | None = None
-        self.kinds: tuple[Tensor, ...] | None = None
-        """Room for activations that was found to fit."""
+        self.fits: Callable[[], Tensor | None] = lambda: None
+        """The first kind of the room for activations that was found to fit. By a weak reference: it may be given back
+        while the step stays."""
         self.memory: object = None
         """What `step` points to."""
 
@@ -123,11 +125,12 @@ class CompiledStep:
         step.number, step.first_number = kept.number.data_ptr(), kept.first
         if kept.rows is None:
             return
-        if kept.rows.kinds is not self.kinds:
+        first = kept.rows.kinds[0]
+        if first is not self.fits():
             weights = self.model.weights()
             assert weights is not None
             check_kept(kept.rows, weights, step.layers.D, step.layers.cached.heads)
-            self.kinds = kept.rows.kinds
+            self.fits = weakref.ref(first)
         keep(step.layers, kept.rows)
 
     def _described(self) -> _Step | None:
@@ -135,7 +138,7 @@ class CompiledStep:
         addresses = [t.data_ptr() for tensors in self.owned for t in tensors.values() if t is not None]
         if addresses == self.addresses:
             return self.step
-        self.addresses, self.step, self.kinds = addresses, None, None
+        self.addresses, self.step, self.fits = addresses, None, lambda: None
         model, linear, cache = self.model, self.head.linear, self.cache
         weights = model.weights()
         if (
