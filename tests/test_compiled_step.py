@@ -7,6 +7,7 @@ import asyncio
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -222,6 +223,20 @@ def test_weights_of_another_dtype_are_not_read_as_float32() -> None:
     assert step._described() is not None
     other_precision(model)
     assert step._described() is None
+
+
+@pytest.mark.parametrize("asking", [torch.autocast("cpu", torch.bfloat16), torch.device("cpu")])
+def test_a_step_is_made_call_by_call_where_something_asks_to_be_told_of_products(
+    asking: AbstractContextManager[object],
+) -> None:
+    """As autocast and a default device do: prefill and training follow them."""
+    engine, other, asked = engine_of(tiny_model()), engine_of(tiny_model()), jobs(9)
+    assert sampled(engine, jobs(0))[1].whole
+    with asking:
+        within, counted = sampled(engine, asked)
+        assert not counted.whole
+        assert same(within, one_by_one(other, asked))
+    assert sampled(engine, jobs(1))[1].whole
 
 
 def test_logits_that_allow_no_sample_end_the_step_by_name() -> None:

@@ -25,7 +25,7 @@ from whet.models.compiled import _lib, _memory
 from whet.models.compiled_layers import _Layers, check_kept, computes, described, keep
 from whet.models.fused_forward import PlainModel
 from whet.models.logprobs import OutputHead, Temperature
-from whet.models.products import room
+from whet.models.products import multiplies, room
 from whet.models.torch_ops import bad_logits
 
 
@@ -134,7 +134,10 @@ class CompiledStep:
         keep(step.layers, kept.rows)
 
     def _described(self) -> _Step | None:
-        """What does not change from step to step."""
+        """What does not change from step to step. None where C does not compute this model, or not now: something asks
+        to be told of products."""
+        if not multiplies(self.cache.k):
+            return None
         addresses = [t.data_ptr() for tensors in self.owned for t in tensors.values() if t is not None]
         if addresses == self.addresses:
             return self.step
