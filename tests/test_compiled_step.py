@@ -22,7 +22,9 @@ from whet import environment
 from whet.config.sizes import Shape, config_sizes
 from whet.models import kernels
 from whet.models.activations import Activations
-from whet.models.compiled_step import CompiledStep
+from whet.models.compiled_step import Cells, CompiledStep
+from whet.models.forward import decoder
+from whet.models.logprob_parity import self_test
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.native.runner import LENGTH, Runner
 from whet.types import Completion, ConfigError, Sampling, WhetError
@@ -254,6 +256,24 @@ def test_logits_that_allow_no_sample_end_the_step_by_name() -> None:
         pytest.raises(WhetError, match=r"cannot sample: in \d+ row"),
     ):
         asyncio.run(asyncio.wait_for(reply(engine, *asked[0]), 60))
+
+
+def test_the_self_test_samples_by_it() -> None:
+    """A step that differs in one bit is noticed at start-up."""
+    model, of = decoder(tiny_model(), OPS), CompiledStep.__call__
+    before = self_test(model, OPS, vocab_size=VOCAB, seed=0)
+    assert before.exact
+
+    def one_bit_up(step: CompiledStep, *args: Any, cells: Cells, **options: Any) -> list[int] | None:
+        done = of(step, *args, cells=cells, **options)
+        torch.nextafter(cells.logp, torch.zeros(()), out=cells.logp)
+        return done
+
+    with patch.object(CompiledStep, "__call__", one_bit_up):
+        report = self_test(model, OPS, vocab_size=VOCAB, seed=0)
+    assert report.tokens == before.tokens
+    assert 100 < report.mismatches < report.tokens / 2
+    assert 0 < report.max_diff < 1e-5
 
 
 @pytest.mark.parametrize("page", [-1, 10_000])

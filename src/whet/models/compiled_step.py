@@ -23,6 +23,7 @@ from whet.models.activations import NewRows
 from whet.models.attention import KvCache
 from whet.models.compiled import _lib, _memory
 from whet.models.compiled_layers import _Layers, check_kept, computes, described, keep
+from whet.models.forward import Decoder
 from whet.models.fused_forward import PlainModel
 from whet.models.logprobs import OutputHead, Temperature
 from whet.models.products import multiplies, room
@@ -66,6 +67,14 @@ class _Step(ctypes.Structure):
 class CompiledStep:
     """Of one model over one cache. It holds addresses: weights that are updated in place are seen, and when a parameter
     has moved, everything is looked at again."""
+
+    @classmethod
+    def of(cls, decoder: Decoder, cache: KvCache) -> CompiledStep | None:
+        """None where no step of it is made in one call."""
+        plain, weight = decoder.plain, decoder.head.linear.weight
+        if plain is None or weight.device.type != "cpu" or weight.dtype is not torch.float32:
+            return None
+        return cls(plain, decoder.head, cache)
 
     def __init__(self, model: PlainModel, head: OutputHead, cache: KvCache) -> None:
         self.model, self.head, self.cache = model, head, cache

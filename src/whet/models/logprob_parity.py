@@ -17,6 +17,7 @@ from torch import Tensor
 from whet import seeds
 from whet.batch import Batch
 from whet.models.attention import PAGE, CachedAttention, KvCache, PackedAttention
+from whet.models.compiled_step import Cells, CompiledStep
 from whet.models.forward import Decoder
 from whet.models.kernels import Ops
 from whet.models.logprobs import logits, token_logprobs
@@ -61,10 +62,11 @@ def self_test(
 
     Prompts are random tokens, one of them `long_prompt` long (attention over more than 256 keys takes other
     roads), the others up to `max_prompt`; responses end at random lengths; each decode step runs the live
-    rows in a random order, in two parts of random sizes. Each prompt is computed in three parts, the second of
-    one token. In every step two of the rows begin again, as a row that was preempted or the next turn of an
-    episode: they keep some of their pages, and compute the rest of their history over them. The trainer's side
-    is computed with shared and with separate prompts.
+    rows in a random order, in two parts of random sizes: one in a single call, as the engine does where that
+    computes the model (see `compiled_step`), the other operation by operation. Each prompt is computed in three
+    parts, the second of one token. In every step two of the rows begin again, as a row that was preempted or the
+    next turn of an episode: they keep some of their pages, and compute the rest of their history over them. The
+    trainer's side is computed with shared and with separate prompts.
     """
     random = np.random.Generator(np.random.Philox(key=seeds.key(seed, "self-test")))
     prompt_G = random.integers(1, max_prompt + 1, groups)
@@ -119,6 +121,21 @@ def _sample(
         token_B, logp_B = ops.sample(logits(decoder.head, hidden_BD, temperature), uniform_B)
         token_RT[rows_B, step], logp_RT[rows_B, step] = token_B, logp_B
 
+    def decode(rows_B: Tensor, step: int, *, in_one_call: CompiledStep | None) -> None:
+        token_B, table_BP = token_RT[rows_B, step - 1], table_RP[rows_B].to(device)
+        length_B = (rollouts.prompt_R[rows_B] + step - 1).to(device)
+        made = None
+        if in_one_call is not None:
+            uniform_B = torch.from_numpy(random.random(len(rows_B)))
+            made = _in_one_call(
+                in_one_call, token_B, length_B, table_BP, uniform_B=uniform_B, temperature=temperature
+            )
+        if made is not None:
+            token_RT[rows_B, step], logp_RT[rows_B, step] = made
+        else:
+            attend = CachedAttention(cache, table_BP, length_B, ops)
+            draw(rows_B, decoder.hidden(token_B, length_B, attend), step)
+
     def history(row: int, step: int) -> Tensor:
         return torch.cat((rollouts.prompts[int(rollouts.group_R[row])], token_RT[row, :step].cpu()))
 
@@ -126,6 +143,7 @@ def _sample(
         decoder, ops, rollouts=rollouts, cache=cache, table_RP=table_RP, random=random
     )
     draw(torch.arange(rows), prompts_RD, 0)
+    whole = CompiledStep.of(decoder, cache)
     for step in range(1, token_RT.shape[1]):
         live_B = torch.nonzero(rollouts.response_R > step).flatten()
         live_B = live_B[torch.from_numpy(random.permutation(len(live_B)))]
@@ -141,12 +159,36 @@ def _sample(
                 _prefill(decoder, ops, cache, table_RP[again_B], histories=histories, start_B=kept_B * PAGE),
                 step,
             )
-        for part_B in live_B.tensor_split([int(random.integers(0, len(live_B) + 1))]):
+        parts = live_B.tensor_split([int(random.integers(0, len(live_B) + 1))])
+        for part_B, in_one_call in zip(parts, (whole, None)):
             if len(part_B):
-                length_B = (rollouts.prompt_R[part_B] + step - 1).to(device)
-                attend = CachedAttention(cache, table_RP[part_B].to(device), length_B, ops)
-                draw(part_B, decoder.hidden(token_RT[part_B, step - 1], length_B, attend), step)
+                decode(part_B, step, in_one_call=in_one_call)
     return _batch(rollouts, token_RT, logp_RT)
+
+
+def _in_one_call(
+    whole: CompiledStep,
+    token_B: Tensor,
+    length_B: Tensor,
+    table_BP: Tensor,
+    *,
+    uniform_B: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor] | None:
+    """(token, log-prob) [B] of the next token of each row; None where it does not compute this model. A row's cell is
+    its number, and no token ends it."""
+    cell_B, zero_B = torch.arange(len(token_B)), torch.zeros_like(length_B)
+    state = torch.stack((zero_B, zero_B - 1, zero_B, cell_B, token_B, length_B))  # as in `runner.LiveRows`
+    cells = Cells(uniform_B, torch.empty_like(token_B), *torch.empty(2, len(token_B), dtype=torch.float32))
+    done = whole(
+        state,
+        table_BP.to(torch.int32),
+        temperature,
+        longest=int(length_B.max()),
+        cells=cells,
+        ends=torch.zeros(whole.head.linear.out_features, dtype=torch.bool),
+    )
+    return None if done is None else (cells.token, cells.logp)
 
 
 def _spoil(cache: KvCache, table_BP: Tensor, kept_B: Tensor) -> None:

@@ -186,7 +186,6 @@ class Runner:
         self.fixed = self.compiled = None
         if self.cache is None:
             return
-        plain, weight = self.decoder.plain, self.decoder.head.linear.weight
         if self.recorder is not None:
             self.fixed = FixedShapeStep(
                 self.module,
@@ -198,8 +197,8 @@ class Runner:
                 max_num_seqs=self.table_SP.shape[0],
                 max_pages=self.table_SP.shape[1],
             )
-        elif plain is not None and self.routes is None and weight.is_cpu and weight.dtype is torch.float32:
-            self.compiled = CompiledStep(plain, self.decoder.head, self.cache)
+        elif self.routes is None:
+            self.compiled = CompiledStep.of(self.decoder, self.cache)
 
     def adopt(self, module: PreTrainedModel) -> None:
         """Sample from this module from now on. No row may be live."""
