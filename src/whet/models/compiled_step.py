@@ -41,7 +41,7 @@ class KeptStep(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """What is read and written where a row stands, by cell, and the end sets: see `runner.Runner`."""
+    """What is read and written where a row stands, by cell: see `runner.Runner`."""
 
     uniform: Tensor
     token: Tensor
@@ -132,6 +132,7 @@ class CompiledStep:
 
     def _keep(self, step: _Step, kept: KeptStep) -> None:
         step.number, step.first_number = kept.number.data_ptr(), kept.first
+        step.pages = min(step.pages, len(kept.number))  # the cache has one more, for padded rows
         if kept.rows is None:
             return
         first = kept.rows.kinds[0]
