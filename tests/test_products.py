@@ -408,3 +408,12 @@ def test_a_library_in_a_cache_that_cannot_be_written_is_used(
     monkeypatch.setattr(build, "_compile", lambda *_, **__: pytest.fail("it was built already"))
     assert build.library.__wrapped__()[1].endswith(f", {folder / built.name}")
     assert build._place("other.so") == tmp_path / f"whet-{os.getuid()}" / "other.so"
+
+
+@pytest.mark.parametrize("rows", [12, 24, 48])
+def test_rows_of_memory_that_lie_in_one_another(rows: int) -> None:
+    """An expanded gradient, say. AddressSanitizer (`variants.py`) sees whether more is read than there is."""
+    generator = torch.Generator().manual_seed(5)
+    v_I, b_KJ = torch.randn(rows, generator=generator), torch.randn(300, 12, generator=generator)
+    a_IK = v_I.expand(300, rows).t()
+    assert torch.equal(products.product(a_IK, b_KJ), products.product(a_IK.contiguous(), b_KJ))

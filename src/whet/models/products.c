@@ -222,11 +222,12 @@ typedef struct {
 } Strip;
 
 /* Whole groups of rows that lie side by side: each line of memory is read once, k by k, though they may be pages apart.
-   All but the last k go by whole vectors; what they write behind their group comes next. */
+   All but the last k go by whole vectors; what they write behind their group comes next, and what they read behind their
+   row is the next one's: so rows must not lie in one another. */
 static void pack_beside(const float *p, i64 by_k, i64 I, i64 K, float *to) {
     for (i64 k = 0; k < K; k++, p += by_k, to += ROWS) {
         for (i64 i = 0; i < I; i += 16) __builtin_prefetch(p + AHEAD * by_k + i);
-        if (W >= ROWS && k < K - 1) for (i64 i = 0; i < I; i += ROWS) store(to + i * K, load(p + i));
+        if (W >= ROWS && by_k >= W && k < K - 1) for (i64 i = 0; i < I; i += ROWS) store(to + i * K, load(p + i));
         else for (i64 i = 0; i < I; i += ROWS) memcpy(to + i * K, p + i, sizeof(float) * ROWS);
     }
 }
