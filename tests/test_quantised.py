@@ -383,6 +383,7 @@ def test_a_replica_that_has_only_8_bits_gives_none_away() -> None:
         inbox.give()
 
 
+@NEEDS["int8"]
 def test_graphs_go_when_quantised_weights_have_moved() -> None:
     """A graph reads addresses; weights that were away and came back have others."""
     recorder = Again()

@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 import whet
 from recorded import copied, digest, edit, edit_metric, flipped, sampled, trained
 from test_journal_runs import drawn, tree_in
+from test_quantised import NEEDS
 from whet import cli
 from whet.envs.env import EnvBroken
 from whet.replay import logprobs, view
@@ -479,6 +480,7 @@ def test_a_changed_log_prob_is_found_by_its_version(asynchronous: Path, tmp_path
         logprobs.rescored(read(run), 0, 3)
 
 
+@NEEDS["int8"]
 def test_log_probs_of_an_engine_of_other_arithmetic(tmp_path: Path) -> None:
     """They differ, and it is said why. A replay samples with this engine again."""
     run = trained(tmp_path / "run", rollout={"quantization": "int8"}, train={"steps": 1, "tasks_per_step": 4})
