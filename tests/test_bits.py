@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import forked
 from whet.cli import app
 from whet.models import build, kernels, products
-from whet.models.arithmetic import PORTABLE, VERSION, _digest, arithmetic, facts
+from whet.models.arithmetic import PORTABLE, PORTABLE_HALVES, VERSION, _digest, arithmetic, facts
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import bits
@@ -61,8 +61,9 @@ def narrow() -> dict[str, str]:
 # ---------------------------------------------------------------- the demo
 
 
-def demo(environment: Mapping[str, str]) -> Digests:
-    """Of the demo's first steps, in a process that is forked: a new interpreter loads torch for longer than it runs."""
+def demo(environment: Mapping[str, str], dtype: str = "float32") -> Digests:
+    """Of the demo's first steps in this dtype, in a process that is forked: a new interpreter loads torch for longer
+    than it runs."""
 
     def run(
         command: list[str], *, env: Mapping[str, str], cwd: Path, **_: object
@@ -71,7 +72,7 @@ def demo(environment: Mapping[str, str]) -> Digests:
         return forked.ran(forked.COMMAND, *command[3:], env=env, cwd=cwd, timeout_s=300)
 
     with patch.object(bits, "subprocess", SimpleNamespace(run=run)):
-        found: Digests = bits.digests(dict(environment), [])
+        found: Digests = bits.digests(dict(environment), [], dtype)
     return found
 
 
@@ -83,7 +84,15 @@ def as_it_comes() -> Digests:
 @TRAVELS
 def test_the_demo_has_the_weights_whose_digest_is_kept(as_it_comes: Digests) -> None:
     weights, _ = as_it_comes
-    assert json.loads(bits.KEPT.read_text()) == {"weights": weights}
+    assert json.loads(bits.KEPT.read_text())["float32"] == weights
+
+
+@TRAVELS
+@pytest.mark.long
+def test_the_demo_in_bfloat16_has_the_weights_whose_digest_is_kept(narrow: dict[str, str]) -> None:
+    weights, metrics = demo(narrow, "bfloat16")
+    assert json.loads(bits.KEPT.read_text())["bfloat16"] == weights
+    assert demo({}, "bfloat16") == (weights, metrics)
 
 
 @TRAVELS
@@ -95,12 +104,14 @@ def test_the_demo_has_the_same_bits_with_narrower_vectors(
 
 @TRAVELS
 @pytest.mark.sweep  # each in a new interpreter, as `make bits` runs them
+@pytest.mark.parametrize("dtype", bits.DTYPES)
 @pytest.mark.parametrize("name", bits.SETTINGS)
 def test_the_demo_has_the_same_bits_under_every_setting(
-    as_it_comes: Digests, name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bits, "subprocess", SimpleNamespace(run=partial(subprocess.run, timeout=300)))
-    assert bits.digests(bits.SETTINGS[name], []) == as_it_comes
+    weights, _ = bits.digests(bits.SETTINGS[name], [], dtype)
+    assert json.loads(bits.KEPT.read_text())[dtype] == weights
 
 
 # ---------------------------------------------------------------- a run that moves
@@ -212,7 +223,8 @@ def test_bits_are_the_same_whatever_torchs_defaults_are(kind: str) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        now = (_digest(ops), products._obeys(multiply), products.half_by.__wrapped__(torch.bfloat16))
+        half_by = products._half_by.__wrapped__(torch.bfloat16, products._own_halves)
+        now = (_digest(ops), products._obeys(multiply), half_by)
     finally:
         torch.set_default_dtype(before)
     assert now == was
@@ -223,6 +235,26 @@ def test_a_start_names_its_cpu_only_where_its_bits_depend_on_it() -> None:
     assert facts("cpu", kernels="auto")["digest"] == PORTABLE
     assert "cpu" not in facts("cpu", kernels="auto")
     half = facts("cpu", kernels="auto", halves={"bfloat16"})
-    assert half["cpu"]
     assert half["bfloat16"] == products.half_by(torch.bfloat16), "the compiler decides it, too"
+    assert ("cpu" in half) == (half["bfloat16"] == "torch")
+    assert facts("cpu", kernels="auto", autocast=True)["cpu"], "whose products are torch's"
     assert facts("cpu", kernels="torch")["cpu"]
+
+
+@pytest.mark.skipif(not HERE.portable, reason=str(HERE))
+def test_half_precision_travels_where_its_products_are_asked_of_whet() -> None:
+    own = facts("cpu", kernels="compiled", halves={"bfloat16", "float16"})
+    assert (own["bfloat16"], own["float16"]) == ("tiles", "float32")
+    assert "cpu" not in own
+    ops = kernels.load("compiled")
+    assert {name: _digest(ops, getattr(torch, name)) for name in PORTABLE_HALVES} == PORTABLE_HALVES
+    kernels.load("auto")
+    assert not products._own_halves, "a later run of this process"
+
+
+@pytest.mark.skipif(HERE.kernels != "compiled", reason=str(HERE))
+def test_the_plan_says_whose_the_bits_of_half_precision_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(forked.ROOT)
+    said = planned("--arithmetic", "model.dtype=bfloat16", "machine.kernels=compiled")
+    line = next(one for one in said.splitlines() if one.startswith("bfloat16 on this CPU: "))
+    assert (PORTABLE_HALVES["bfloat16"] in line) == ("the same bits on every CPU" in line) == HERE.portable

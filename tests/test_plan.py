@@ -175,7 +175,7 @@ def test_dtype():
     cfg = load(None, values=BASE).config
     assert (dtype_on(cfg, "cpu"), dtype_on(cfg, "cuda")) == ("float32", "bfloat16")
     assert (halves([cfg], "cpu"), halves([cfg], "cuda")) == (set(), {"bfloat16"})
-    stages = [load(None, (f"train.precision.compute={d}",), BASE).config for d in ("bfloat16", "float16")]
+    stages = [load(None, (f"model.dtype={d}",), BASE).config for d in ("bfloat16", "float16")]
     assert halves([cfg, *stages], "cpu") == {"bfloat16", "float16"}
     assert made().dtype_open
     p = made("machine.device=cuda")

@@ -21,14 +21,16 @@ from torch.nn import functional as F
 from whet.config import hardware
 from whet.models import build, kernels, products
 from whet.models.arithmetic import PORTABLE, arithmetic
-from whet.models.products import HALF, Everywhere, column_sums, lawful, linear, product
+from whet.models.products import HALF, Everywhere, column_sums, lawful, lawful_tiles, linear, product
 
 FUSED = platform.machine() not in ("x86_64", "AMD64") or "fma" in hardware._cpu_flags()
 COMPILED = pytest.mark.skipif(
     products.chosen().name != "compiled" or not FUSED,
     reason="no C compiler, or a processor without fused multiply-add",
 )
-WIDENED = patch.object(products, "half_by", lambda dtype: "float32" if dtype in HALF else "torch")
+WIDENED = patch.multiple(
+    products, half_by=lambda dtype: "float32" if dtype in HALF else "torch", rounds=lambda dtype: False
+)
 """As on a CPU that does not multiply half precision itself."""
 SIZES = st.sampled_from((1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 48, 70))
 
@@ -39,6 +41,11 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def strided(x: Tensor, turned: bool) -> Tensor:
     return x.t().contiguous().t() if turned else x
+
+
+def law(a: Tensor, b: Tensor) -> Tensor:
+    """By the rule of their dtype, not rounded."""
+    return lawful_tiles(a, b) if a.dtype is torch.bfloat16 else lawful(a.float(), b.float())
 
 
 @COMPILED
@@ -66,7 +73,7 @@ def test_every_element_is_what_the_law_says(
 def test_very_few_rows_and_very_few_columns_keep_the_law(terms: int, dtype: torch.dtype) -> None:
     """Their columns are turned in registers: every remainder of eight, both ways round, from any memory."""
     few, many = numbers(7, terms).to(dtype), numbers(41, terms + 3, seed=1).to(dtype)[:, :terms]
-    wanted = lawful(few.float(), many.float().t())
+    wanted = law(few, many.t())
     multiply = products.chosen().multiply
     for n in range(1, 8):
         for of in (1, 7, 8, 9, 16, 17, 24, 41):
@@ -76,7 +83,9 @@ def test_very_few_rows_and_very_few_columns_keep_the_law(terms: int, dtype: torc
             multiply(few[:n].t().contiguous().t(), many[:of].t(), added, True)
             assert torch.equal(out, wanted[:n, :of])
             assert torch.equal(turned, out.t())
-            if terms <= products.TERMS:
+            if dtype is torch.bfloat16:
+                assert torch.equal(added, lawful_tiles(many[:of], few[:n].t(), torch.ones(of, n)).t())
+            elif terms <= products.TERMS:
                 assert torch.equal(added, 1 + out)
 
 
@@ -210,6 +219,46 @@ def test_modules_that_are_not_ours_may_call_torch_in_all_its_ways() -> None:
 
 
 @COMPILED
+@WIDENED
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_large_product_of_bfloat16_is_that_of_its_parts(turned: bool) -> None:
+    """Blocks of rows and of columns, several panels, on threads of their own; what is added to is read once."""
+    a, b = (
+        strided(numbers(110, 600), turned).bfloat16(),
+        strided(numbers(600, 830, seed=1), turned).bfloat16(),
+    )
+    wanted = torch.cat([lawful_tiles(a, part) for part in b.split(200, 1)], 1)
+    multiply, threads = products.chosen().multiply, torch.get_num_threads()
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            found, more = torch.empty(110, 830), torch.empty(830, 110).t()
+            multiply(a, b, found, False)
+            multiply(a[:, :64], b[:64], more, False)
+            multiply(a[:, 64:], b[64:], more, True)
+            assert torch.equal(found, wanted)
+            assert torch.equal(more, wanted)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@COMPILED
+@WIDENED
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="numbers are flushed on x86 alone")
+def test_bfloat16_below_the_smallest_normal_number_is_0_and_nothing_else_is() -> None:
+    """As tiles have it: what is read, what is summed; and the process rounds afterwards as before."""
+    small, ones = torch.tensor([[2.0**-130, 1.0], [2.0**-126, 0.0]]).bfloat16(), torch.ones(2, 20).bfloat16()
+    for rows in (small, small.repeat(10, 1)):
+        found, added = torch.empty(len(rows), 20), torch.full((len(rows), 20), 2.0**-130)
+        products.chosen().multiply(rows, ones, found, False)
+        assert found[:2, 0].tolist() == [1.0, 2.0**-126]
+        products.chosen().multiply(torch.zeros_like(rows), ones, added, True)
+        assert not added.any()
+    assert (torch.tensor(2.0**-126) / 16).item() == 2.0**-130
+    assert product(small.float(), ones.float())[1, 0] / 16 == 2.0**-130
+
+
+@COMPILED
 @settings(max_examples=30)
 @given(
     SIZES,
@@ -222,7 +271,7 @@ def test_half_precision_is_the_law_of_the_same_numbers_rounded_once(
     rows: int, columns: int, terms: int, dense: str, dtype: torch.dtype
 ) -> None:
     a, b = numbers(rows, terms).to(dtype), numbers(terms, columns, seed=1).to(dtype)
-    wanted = lawful(a.float(), b.float())
+    wanted = law(a, b)
     if dense == "neither":
         a, b = a.repeat_interleave(2, 1)[:, ::2], b.repeat_interleave(2, 1)[:, ::2]
     else:
@@ -282,11 +331,13 @@ def test_a_cpu_that_multiplies_bfloat16_itself_does_if_its_rows_agree(
         linear=by_place if not rows_agree else lambda x, w: lawful(x.float(), w.float().t())
     )
     monkeypatch.setattr(products, "F", here)
-    monkeypatch.setattr(products._Compiled, "tiles_obey", lambda self: False)
-    assert products.half_by.__wrapped__(torch.bfloat16) == ("float32" if widened else "torch")
+    monkeypatch.setattr(products, "rounds", lambda dtype: False)
+    half_by, rule = products._half_by.__wrapped__, products._by_rule(torch.bfloat16)
+    assert half_by(torch.bfloat16, False) == (rule if widened else "torch")
     assert ("multiplies bfloat16 itself" in caplog.text) == (not rows_agree), "slower than it could be"
-    assert products.half_by.__wrapped__(torch.float16) == "float32", "which neither of these multiplies"
-    assert products.half_by.__wrapped__(torch.float64) == "torch"
+    assert half_by(torch.bfloat16, True) == rule, "asked for"
+    assert half_by(torch.float16, False) == "float32", "which neither of these multiplies"
+    assert half_by(torch.float64, True) == "torch"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

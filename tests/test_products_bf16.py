@@ -1,7 +1,5 @@
-"""Products of bfloat16 by tiles (AMX): their own law by a naive oracle; any rows, places, strides, threads; models.
-
-A CPU without tiles runs the last tests alone.
-"""
+"""Products of bfloat16: the law of tiles (AMX) by a naive oracle, with tiles or without; any rows, places, strides,
+threads; models."""
 
 from __future__ import annotations
 
@@ -23,8 +21,15 @@ from whet.models.forward import decoder
 from whet.models.logprob_parity import self_test
 from whet.models.products import lawful_tiles, linear, product
 
-TILES = pytest.mark.skipif(products.half_by(torch.bfloat16) != "tiles", reason="no tiles for bfloat16 here")
+TILES = pytest.mark.skipif(products._by_rule(torch.bfloat16) != "tiles", reason="nothing keeps the law here")
+AMX = pytest.mark.skipif(not products.rounds(torch.bfloat16), reason="no tiles for bfloat16 here")
 SIZES = st.sampled_from((1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 70, 257, 300))
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the CPU multiplies bfloat16 in another way."""
+    monkeypatch.setattr(products, "_own_halves", True)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -137,7 +142,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
             product(numbers(40, 64), b, out=out)
 
 
-@TILES
+@AMX
 @pytest.mark.parametrize("level", ["-Os", "-O1", "-O2"])
 def test_tiles_are_the_same_however_little_the_compiler_does(level: str, tmp_path: Path) -> None:
     """gcc takes the instructions of tiles to read less memory than they do. A process that read it would be killed."""
@@ -178,9 +183,9 @@ def test_numbers_that_are_not_finite_stay_in_their_row_and_round_as_torchs() -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_are_exact_in_the_bfloat16_of_this_cpu(family: str) -> None:
-    if products.half_by(torch.bfloat16) == "torch" or not products.chosen().lawful:
-        pytest.skip("torch multiplies bfloat16 here, or nothing keeps the law")
-    ops = kernels.load("auto")
+    if not products.chosen().lawful:
+        pytest.skip("nothing keeps the law here")
+    ops = kernels.load("compiled" if products.chosen().name == "compiled" else "auto")
     module = tiny_model(family).to(torch.bfloat16)
     report = self_test(decoder(module, ops), ops, vocab_size=VOCAB, seed=1, temperature=0.9)
     assert report.exact, report

@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "no compiler": {"CC": "none"},
     "compiler with arguments": {"CC": "env gcc"},
     "half as wide": {"CC": "gcc -DWHET_WIDTH=4"},
-    "no tiles": {"WHET_VARIANT": "no tiles"},
+    "no tiles": {"CC": "gcc -DWHET_NO_TILES"},
     "no entry for the user": {"WHET_VARIANT": "no entry for the user", "HOME": ""},
     "AddressSanitizer": {
         "CC": "gcc -fsanitize=address --param asan-instrumentation-with-call-threshold=0",
@@ -88,10 +88,6 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    if kind == "no tiles":
-        from whet.models import products
-
-        patch.object(products, "_tiles_obey", return_value=False).start()
     if kind == "no entry for the user":
         patch.object(pwd, "getpwuid", side_effect=KeyError("getpwuid(): uid not found")).start()
         os.environ.pop("HOME", None)

@@ -6,10 +6,10 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -44,6 +44,7 @@ from whet.types import ConfigError, WhetError
 
 if TYPE_CHECKING:
     from whet.config.load import Loaded
+    from whet.config.schema import Config
 
 app = typer.Typer(
     name="whet",
@@ -147,9 +148,7 @@ def plan(
         say_rows(planned)
         show(describe(planned))
         if arithmetic:
-            _say_arithmetic(
-                loaded.config.machine.kernels, exact=loaded.config.machine.logprob_parity != "off"
-            )
+            _say_arithmetic(planned[0].cfg, {plan.dtype for plan in planned if plan.device == "cpu"})
         check_memory(planned)
     if like is not None:
         from whet.config.engines import engines_of
@@ -163,16 +162,15 @@ def plan(
                 show(predictions(costs, schedule, stage=planned_stage.name))
 
 
-def _say_arithmetic(kind: Literal["auto", "torch", "compiled"], *, exact: bool) -> None:
-    """Print the bits of float32 here; the test needs torch."""
+def _say_arithmetic(cfg: Config, dtypes: Collection[str]) -> None:
+    """Print the bits of float32 here, and of the dtypes of half precision among these; the test needs torch."""
     from whet import environment
 
-    environment.prepare(None, exact)
+    environment.prepare(None, cfg.machine.logprob_parity != "off")
 
-    from whet.models import kernels
-    from whet.models.arithmetic import arithmetic
+    from whet.models import arithmetic, kernels
 
-    typer.echo(f"float32 on this CPU: {arithmetic(kernels.load(kind))}")
+    typer.echo(arithmetic.told(kernels.load(cfg.machine.kernels), dtypes))
 
 
 @app.command(context_settings=SETTINGS)

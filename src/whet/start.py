@@ -160,16 +160,13 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart, *, besi
     """Write config.yaml and manifest.json, and drop from the record what is later than the checkpoint; a resumed run
     records its changes. All of it once the checkpoint has been taken: a resume that is refused changes nothing. beside:
     the process explores or evaluates beside a trainer, and takes no checkpoint."""
-    from whet.job import pick_device
-    from whet.models.arithmetic import facts
     from whet.track import history
     from whet.track.manifest import describe
 
     cfg = loaded.config
-    device = pick_device(cfg).type
-    bits = facts(device, kernels=cfg.machine.kernels, halves=halves(loaded.stages, device))
     shown = for_people(loaded.as_given, loaded.written)
     text = as_yaml(shown)
+    bits = arithmetic_of(loaded)
     described = describe(
         config=text, seed=cfg.seed, data_files=data_files(loaded), code=loaded.code, bits=bits
     )
@@ -189,6 +186,20 @@ def note_start(loaded: Loaded, directory: RunDirectory, start: RunStart, *, besi
         if directory.last_start and not beside:
             directory.resume()
     directory.once_resumed(write)
+
+
+def arithmetic_of(loaded: Loaded) -> dict[str, str | None]:
+    """What determines the bits of a run's numbers on this machine."""
+    from whet.job import pick_device
+    from whet.models.arithmetic import facts
+
+    device = pick_device(loaded.config).type
+    return facts(
+        device,
+        kernels=loaded.config.machine.kernels,
+        halves=halves(loaded.stages, device),
+        autocast=any(stage.train.precision.compute for stage in loaded.stages),
+    )
 
 
 def set_aside_export(loaded: Loaded, run_dir: Path, state: Json) -> None:

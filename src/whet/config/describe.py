@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from whet.config import memory_estimate
 from whet.config.derived import Plan
 from whet.config.evaluation import trains
-from whet.config.hardware import elsewhere, multiplies_half
+from whet.config.hardware import elsewhere, has_tiles, multiplies_half
 from whet.config.memory import largest
 from whet.config.simulated import simulated
 from whet.config.sizes import in_words as size
@@ -95,6 +95,8 @@ def _machine(plan: Plan) -> str:
         return f"{told}; train.precision.compute={computed} is slower than float32: this CPU has no instructions for it"
     if plan.dtype != "float32" and not multiplies_half(plan.dtype):
         return f"{told}, computed in float32 and rounded: this CPU has no instructions for it"
+    if plan.dtype != "float32" and plan.cfg.machine.kernels == "compiled" and not has_tiles(plan.dtype):
+        return f"{told}, computed in float32 and rounded, as machine.kernels=compiled says"
     if plan.dtype == "float32" and wide and not computed and multiplies_half("bfloat16"):
         return f"{told}; model.dtype=bfloat16 would be faster: this CPU has instructions for it"
     return told

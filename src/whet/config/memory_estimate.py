@@ -246,7 +246,8 @@ def _products(
     plan: Plan, setting: Setting, *, samples: bool = False, cuts: Sequence[PeakBatch] = ()
 ) -> Parts:
     """Memory that oneDNN keeps for products in half precision on a CPU."""
-    library = plan.device == "cpu" and multiplies_half(plan.dtype) and not has_tiles(plan.dtype)
+    own = has_tiles(plan.dtype) or plan.cfg.machine.kernels == "compiled"
+    library = plan.device == "cpu" and multiplies_half(plan.dtype) and not own
     count = memory.products_bytes(setting, samples=samples, cuts=cuts) if library else 0
     return {"products in half precision": count} if count else {}
 

@@ -306,9 +306,8 @@ def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16", "float1
 
 
 def halves(stages: Iterable[Config], device: str) -> set[str]:
-    """The dtypes of half precision that these stages compute in on 'cpu' or 'cuda'."""
-    found = (d for s in stages for d in (dtype_on(s, device), s.train.precision.compute))
-    return {d for d in found if d and d != "float32"}
+    """The dtypes of half precision that these stages' parameters have on 'cpu' or 'cuda'."""
+    return {dtype_on(stage, device) for stage in stages} - {"float32"}
 
 
 def device_of(cfg: Config) -> Literal["cpu", "cuda"]:

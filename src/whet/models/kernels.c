@@ -973,7 +973,7 @@ void whet_write_kv(float *k_pages, float *v_pages, const float *k, i64 k_n, i64 
 
 /* ---- whole layers over the cache ------------------------------------------------------------------------------- */
 
-int whet_linear(const float *x, i64 x_i, const float *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int halves,
+int whet_linear(const float *x, i64 x_i, const float *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int half,
                 int threads); /* products.c */
 
 typedef struct {

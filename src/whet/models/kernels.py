@@ -16,7 +16,7 @@ from typing import Literal, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from whet.models import compiled, paged, torch_ops
+from whet.models import compiled, paged, products, torch_ops
 from whet.models.build import BuildError, library
 from whet.models.compiled_layers import CachedTokens, LayerNumbers, LayerWeights, cached_layers
 from whet.models.segments import Bounds, Segments
@@ -155,12 +155,19 @@ def used(ops: Ops, device: torch.device) -> str:
 _FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason", "cached_layers"))
 
 
-@cache
 def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
-    """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then cached.
+    """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then cached. `auto`
+    and `compiled` also say whose the products of half precision are in this process (`products.own_halves`).
 
     Raises ConfigError, with the compiler's output, where `compiled` was requested and cannot be built.
     """
+    if kind != "torch":
+        products.own_halves(kind == "compiled")
+    return _load(kind)
+
+
+@cache
+def _load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
     if kind == "torch":
         return _torch("asked for: machine.kernels=torch")
     try:

@@ -5,20 +5,25 @@
    packing, threads, and which of the two operands lies along the lanes are free: none of them changes the chain. So rows
    agree however many there are, and processors of any vector width agree with one another.
 
-   Either operand may be bfloat16, which is the upper half of a float32: its numbers are widened where they are packed, so
-   the product is that of the same numbers in float32. */
+   Two operands of bfloat16, which is the upper half of a float32, have the law of products_bf16.c, by fused
+   multiply-adds: numbers are widened where they are packed, and what is below the smallest normal number is 0. So
+   processors with tiles and those without agree. */
 
 #include "vectors.h"
 
 #define TERMS 256 /* part of the law: changing it changes bits */
+#define STEP 32 /* part of the law of bfloat16, and of TERMS */
 
 #if W == 16
 #define ROWS 12 /* with 2 vectors: 24 accumulators of 32 registers */
 #define ROWS_1 12 /* with 1 vector */
+#define HALF_ROWS_1 12 /* with 1 vector and two chains */
 #else
 #define ROWS 6 /* 12 of 16 registers */
 #define ROWS_1 12
+#define HALF_ROWS_1 6
 #endif
+#define HALF_ROWS (ROWS / 2) /* with 2 vectors and two chains */
 #define VECTORS 2
 #define LANES (VECTORS * W)
 #define STRIP 48 /* rows of a block that stays in the second cache beside a panel; a multiple of ROWS. Measured: more are slower */
@@ -35,12 +40,13 @@ typedef struct {
     int half;
 } Matrix;
 
-/* p: [I, K], broadcast; q: [J, K], along the lanes. */
+/* p: [I, K], broadcast; q: [J, K], along the lanes; both of one dtype. */
 typedef struct {
     Matrix p, q;
     float *out;
     i64 out_i, out_j;
     i64 I, J, K;
+    int half;
 } Product;
 
 /* ---- bfloat16 ------------------------------------------------------------------------------------------------ */
@@ -68,6 +74,24 @@ INLINE float number(const Matrix *m, i64 at) {
 
 INLINE float read_one(const Matrix *m, i64 i, i64 k) { return number(m, i * m->by_i + k * m->by_k); }
 
+/* How this thread rounds from here on: for bfloat16, what is below the smallest normal number is 0. Arithmetic between the
+   two stands in functions that are not inlined: to a compiler, these change nothing of it. Returns what was before. */
+INLINE unsigned rounding(int half) {
+#if defined(__SSE__)
+    unsigned before = _mm_getcsr();
+    if (half) _mm_setcsr(before | 0x8040);
+    return before;
+#else
+    return 0;
+#endif
+}
+
+INLINE void round_as(unsigned before) {
+#if defined(__SSE__)
+    _mm_setcsr(before);
+#endif
+}
+
 /* ---- one tile ------------------------------------------------------------------------------------------------ */
 
 /* sums[r][v] of R rows and V vectors of lanes, from packed q [K][V][W]. `panel`: what is read next of q is fetched;
@@ -86,6 +110,50 @@ INLINE void tile(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float 
         }
     }
     UNROLL for (int i = 0; i < R * V; i++) store(sums + i * W, sum[i]);
+}
+
+/* As `tile`, by the law of bfloat16: what stands in `sums` is added to in groups of STEP terms, even and odd ones apart. */
+INLINE void tile_of_halves(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, const int R, const int V) {
+    for (i64 k0 = 0; k0 < K; k0 += STEP) {
+        vf even[MAX(HALF_ROWS_1, HALF_ROWS * VECTORS)], odd[MAX(HALF_ROWS_1, HALF_ROWS * VECTORS)], b[VECTORS];
+        UNROLL for (int i = 0; i < R * V; i++) even[i] = odd[i] = all(0);
+        i64 end = MIN(K, k0 + STEP), k = k0;
+        for (; k + 2 <= end; k += 2)
+            UNROLL for (int h = 0; h < 2; h++) {
+                UNROLL for (int v = 0; v < V; v++) b[v] = load(q + ((k + h) * V + v) * W);
+                UNROLL for (int r = 0; r < R; r++) {
+                    vf a = all(p[r * p_i + (k + h) * p_k]);
+                    UNROLL for (int v = 0; v < V; v++) {
+                        vf *sum = (h ? odd : even) + r * V + v;
+                        *sum = fma_v(a, b[v], *sum);
+                    }
+                }
+            }
+        if (k < end)
+            UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++)
+                even[r * V + v] = fma_v(all(p[r * p_i + k * p_k]), load(q + (k * V + v) * W), even[r * V + v]);
+        UNROLL for (int i = 0; i < R * V; i++) store(sums + i * W, load(sums + i * W) + (even[i] + odd[i]));
+    }
+}
+
+#define HALF_TILE(R, V) case R: tile_of_halves(p, p_i, p_k, q, K, sums, R, V); break;
+
+static void half_tile_1(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
+    switch (rows) {
+        HALF_TILE(1, 1) HALF_TILE(2, 1) HALF_TILE(3, 1) HALF_TILE(4, 1) HALF_TILE(5, 1) HALF_TILE(6, 1)
+#if HALF_ROWS_1 == 12
+        HALF_TILE(7, 1) HALF_TILE(8, 1) HALF_TILE(9, 1) HALF_TILE(10, 1) HALF_TILE(11, 1) HALF_TILE(12, 1)
+#endif
+    }
+}
+
+static void half_tile_2(const float *p, i64 p_i, i64 p_k, const float *q, i64 K, float *sums, i64 rows) {
+    switch (rows) {
+        HALF_TILE(1, 2) HALF_TILE(2, 2) HALF_TILE(3, 2)
+#if HALF_ROWS == 6
+        HALF_TILE(4, 2) HALF_TILE(5, 2) HALF_TILE(6, 2)
+#endif
+    }
 }
 
 #define TILE(R, V) \
@@ -304,6 +372,14 @@ static void put(const float *sums, i64 ld, float *out, i64 out_i, i64 out_j, i64
         }
 }
 
+/* What stands in out, as a tile's sums lie; 0 where `first`. */
+static void take(float *sums, i64 ld, const float *out, i64 out_i, i64 out_j, i64 rows, i64 n, int first) {
+    if (first) memset(sums, 0, sizeof(float) * rows * ld);
+    else for (i64 r = 0; r < rows; r++)
+        if (out_j == 1) memcpy(sums + r * ld, out + r * out_i, sizeof(float) * n);
+        else for (i64 j = 0; j < n; j++) sums[r * ld + j] = out[r * out_i + j * out_j];
+}
+
 /* ---- very few rows ------------------------------------------------------------------------------------------- */
 
 /* A panel is not worth writing where few rows read it. Eight numbers of eight columns at a time are turned in registers
@@ -326,36 +402,45 @@ INLINE void columns_8(const Matrix *q, i64 j, i64 k, i64 n, __m256 out[8], const
 /* R rows of p [R][K] times n columns from j on, in G groups of eight; of the last group those that are too many are not
    written. */
 INLINE void few_groups(const Product *a, const float *p, i64 j, i64 n, int add, const int R, const int G, const int how) {
+    const int chains = how == TURNED_HALF ? 2 : 1, terms = how == TURNED_HALF ? STEP : TERMS;
     float *out = a->out + j * a->out_j, found[R * G * 8] __attribute__((aligned(32)));
-    __m256 total[R * G], sum[R * G];
+    __m256 total[R * G], sums[2][R * G];
     if (add)
         for (i64 r = 0; r < R; r++) for (i64 l = 0; l < n; l++) found[r * G * 8 + l] = out[r * a->out_i + l * a->out_j];
     UNROLL for (int i = 0; i < R * G; i++) total[i] = add ? _mm256_load_ps(found + 8 * i) : _mm256_setzero_ps();
-    for (i64 k0 = 0; k0 < a->K; k0 += TERMS) {
-        i64 end = MIN(a->K, k0 + TERMS), k = k0;
-        UNROLL for (int i = 0; i < R * G; i++) sum[i] = _mm256_setzero_ps();
+    for (i64 k0 = 0; k0 < a->K; k0 += terms) {
+        i64 end = MIN(a->K, k0 + terms), k = k0;
+        UNROLL for (int i = 0; i < R * G; i++) sums[0][i] = sums[1][i] = _mm256_setzero_ps();
         for (; k + 8 <= end; k += 8)
             UNROLL for (int g = 0; g < G; g++) {
                 __m256 q[8];
                 columns_8(&a->q, j + 8 * g, k, n - 8 * g, q, how);
-                UNROLL for (int l = 0; l < 8; l++) UNROLL for (int r = 0; r < R; r++)
-                    sum[r * G + g] = _mm256_fmadd_ps(_mm256_set1_ps(p[r * a->K + k + l]), q[l], sum[r * G + g]);
+                UNROLL for (int l = 0; l < 8; l++) UNROLL for (int r = 0; r < R; r++) {
+                    __m256 *sum = sums[l % chains] + r * G + g;
+                    *sum = _mm256_fmadd_ps(_mm256_set1_ps(p[r * a->K + k + l]), q[l], *sum);
+                }
             }
         for (; k < end; k++)
             UNROLL for (int g = 0; g < G; g++) {
                 float q[8];
                 for (int l = 0; l < 8; l++) q[l] = read_one(&a->q, j + MIN(8 * g + l, n - 1), k);
-                UNROLL for (int r = 0; r < R; r++)
-                    sum[r * G + g] = _mm256_fmadd_ps(_mm256_set1_ps(p[r * a->K + k]), _mm256_loadu_ps(q), sum[r * G + g]);
+                UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < chains; c++) {
+                    __m256 *sum = sums[c] + r * G + g;
+                    if (k % chains == c) *sum = _mm256_fmadd_ps(_mm256_set1_ps(p[r * a->K + k]), _mm256_loadu_ps(q), *sum);
+                }
             }
-        UNROLL for (int i = 0; i < R * G; i++) total[i] = k0 || add ? _mm256_add_ps(total[i], sum[i]) : sum[i];
+        UNROLL for (int i = 0; i < R * G; i++) {
+            __m256 sum = chains == 2 ? _mm256_add_ps(sums[0][i], sums[1][i]) : sums[0][i];
+            total[i] = k0 || add || chains == 2 ? _mm256_add_ps(total[i], sum) : sum;
+        }
     }
     UNROLL for (int i = 0; i < R * G; i++) _mm256_store_ps(found + 8 * i, total[i]);
     for (i64 r = 0; r < R; r++) for (i64 l = 0; l < n; l++) out[r * a->out_i + l * a->out_j] = found[r * G * 8 + l];
 }
 
 INLINE void few_columns(const Product *a, const float *p, i64 j, i64 end, int add, const int R, const int how) {
-    for (; j + 16 <= end; j += 16) few_groups(a, p, j, 16, add, R, 2, how);
+    const int pairs = how != TURNED_HALF || R <= 2; /* registers are too few for four rows of two groups and two chains */
+    for (; pairs && j + 16 <= end; j += 16) few_groups(a, p, j, 16, add, R, 2, how);
     for (; j < end; j += 8) few_groups(a, p, j, MIN(8, end - j), add, R, 1, how);
 }
 
@@ -365,10 +450,16 @@ INLINE void few_columns(const Product *a, const float *p, i64 j, i64 end, int ad
     case 3 * R + BESIDE: few_columns(a, p, j, end, add, R, BESIDE); break;
 
 /* The columns from j to `end`. */
-static void multiply_columns(const Product *a, const float *p, i64 j, i64 end, int add) {
+static __attribute__((noinline)) void columns_of(const Product *a, const float *p, i64 j, i64 end, int add) {
     switch (3 * a->I + (a->q.by_k != 1 ? BESIDE : a->q.half ? TURNED_HALF : TURNED)) {
         FEW_ROWS(1) FEW_ROWS(2) FEW_ROWS(3) FEW_ROWS(4)
     }
+}
+
+static void multiply_columns(const Product *a, const float *p, i64 j, i64 end, int add) {
+    unsigned before = rounding(a->half);
+    columns_of(a, p, j, end, add);
+    round_as(before);
 }
 
 INLINE int is_few(const Product *a) {
@@ -410,16 +501,20 @@ static void multiply_strip(const Product *a, const float *panels, i64 i0, i64 mo
     if (pack) pack_strip(&strip, I, K, packed);
     for (i64 j = 0; j < J; j += LANES) {
         i64 n = MIN(LANES, J - j), lanes = panel_lanes(n), step = lanes == W && !pack ? ROWS_1 : ROWS;
+        if (a->half) step = lanes == W ? HALF_ROWS_1 : HALF_ROWS;
         for (i64 i = 0; i < I; i += step) {
             i64 rows = MIN(step, I - i);
             float *out = a->out + (i0 + i) * a->out_i + (j0 + j) * a->out_j;
             if (a->out_j == 1) /* what `put` adds to is there when the tile is done: up to a tenth of a product's time */
                 for (i64 r = 0; r < rows; r++) __builtin_prefetch(out + r * a->out_i, 1);
             const float *p = pack ? packed + i * K : strip.data + i * strip.by_i;
-            if (pack && rows == ROWS && lanes == LANES) tile_packed(p, panels + j * K, K, sums);
+            if (a->half) {
+                take(sums, lanes, out, a->out_i, a->out_j, rows, n, first);
+                (lanes == W ? half_tile_1 : half_tile_2)(p, strip.by_i, strip.by_k, panels + j * K, K, sums, rows);
+            } else if (pack && rows == ROWS && lanes == LANES) tile_packed(p, panels + j * K, K, sums);
             else (lanes == W ? tile_1 : tile_2)(p, pack ? 1 : strip.by_i, pack ? ROWS : strip.by_k, panels + j * K, K, sums,
-                                                rows, strip.by_k == 1 && !pack && !m->half && !j);
-            put(sums, lanes, out, a->out_i, a->out_j, rows, n, first);
+                                                rows, strip.by_k == 1 && !pack && !j);
+            put(sums, lanes, out, a->out_i, a->out_j, rows, n, first || a->half);
         }
     }
 }
@@ -438,10 +533,17 @@ static void pack_panels(const Product *a, i64 k0, i64 end, i64 j0, i64 J, i64 ro
 }
 
 /* The strip's rows times the same panels, chain after chain. */
-static void multiply_chains(const Product *a, const float *panels, i64 room, i64 i0, i64 most, i64 j0, i64 J, i64 k0,
-                            i64 end, int add) {
+static __attribute__((noinline)) void chains_of(const Product *a, const float *panels, i64 room, i64 i0, i64 most, i64 j0,
+                                                i64 J, i64 k0, i64 end, int add) {
     for (i64 k = k0; k < end; k += TERMS)
         multiply_strip(a, panels + (k - k0) * room, i0, most, j0, J, k, MIN(TERMS, end - k), !k && !add);
+}
+
+static void multiply_chains(const Product *a, const float *panels, i64 room, i64 i0, i64 most, i64 j0, i64 J, i64 k0,
+                            i64 end, int add) {
+    unsigned before = rounding(a->half);
+    chains_of(a, panels, room, i0, most, j0, J, k0, end, add);
+    round_as(before);
 }
 
 static int multiply(const Product *a, int add, int threads) {
@@ -468,26 +570,26 @@ static int multiply(const Product *a, int add, int threads) {
 
 /* out (+)= a b for [I, K] and [K, J] of any strides. Returns 0, or 1 where memory ran out. What lies along the lanes is
    packed, K J or K I elements; with rows there, I J results are turned, at twice the cost. But a lane each would
-   waste most lanes on very few rows. halves: 1 where a is bfloat16, plus 2 where b is. */
+   waste most lanes on very few rows. half: a and b are bfloat16. */
 int whet_product(const void *a, i64 a_i, i64 a_k, const void *b, i64 b_k, i64 b_j, float *out, i64 out_i, i64 out_j,
-                 i64 I, i64 J, i64 K, int halves, int add, int threads) {
+                 i64 I, i64 J, i64 K, int half, int add, int threads) {
     if (!I || !J) return 0;
     if (!K) {
         for (i64 i = 0; !add && i < I; i++) for (i64 j = 0; j < J; j++) out[i * out_i + j * out_j] = 0;
         return 0;
     }
     if (2.0 * I * J * K < 1 << 18) threads = 1;
-    Matrix left = {a, a_i, a_k, halves & 1}, right = {b, b_j, b_k, halves & 2};
-    Product rows = {left, right, out, out_i, out_j, I, J, K};
-    Product columns = {right, left, out, out_j, out_i, J, I, K};
+    Matrix left = {a, a_i, a_k, half}, right = {b, b_j, b_k, half};
+    Product rows = {left, right, out, out_i, out_j, I, J, K, half};
+    Product columns = {right, left, out, out_j, out_i, J, I, K, half};
     if (is_few(&rows)) return multiply_few(&rows, add, threads);
     if (is_few(&columns)) return multiply_few(&columns, add, threads);
     return multiply(I <= FEW || K * (J - I) <= 2 * I * J ? &rows : &columns, add, threads);
 }
 
 /* y = x w^T for rows that are dense. */
-int whet_linear(const void *x, i64 x_i, const void *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int halves, int threads) {
-    return whet_product(x, x_i, 1, w, 1, w_j, y, J, 1, I, J, K, halves, 0, threads);
+int whet_linear(const void *x, i64 x_i, const void *w, i64 w_j, float *y, i64 I, i64 J, i64 K, int half, int threads) {
+    return whet_product(x, x_i, 1, w, 1, w_j, y, J, 1, I, J, K, half, 0, threads);
 }
 
 /* out[j] = the sum over i of x[i][j], in blocks of TERMS rows: what `whet_product` gives for a row of ones. */

@@ -8,9 +8,11 @@ terms each are used, if a test at the first use shows that they follow the rule;
 torch's, and the start-up self-test reports what that means for a run. Other devices and dtypes use torch's own
 products.
 
-In half precision the rule is the same: the numbers are widened to float32, multiplied, and the result is rounded once.
-A CPU that multiplies the dtype itself is several times faster. For bfloat16 by tiles (AMX) `products_bf16.c` has a rule
-of its own. Elsewhere (AVX512_BF16) oneDNN's products are taken, if a test at the first use shows that their rows agree.
+In half precision numbers are widened to float32, multiplied, and the result is rounded once. float16 has the same rule.
+bfloat16 has that of the tiles of a CPU (AMX), which `products_bf16.c` multiplies by; `products.c` has the same bits by
+multiply-adds where there are no tiles, at the speed of float32. A CPU that multiplies a dtype itself in another way
+(AVX512_BF16) is twice as fast or more: there oneDNN's products are taken, if a test at the first use shows that their
+rows agree, and unless `own_halves` was asked for.
 
 Shape letters: I, K rows and columns of the left factor, J columns of the right one.
 """
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 TERMS = 256
 """Terms of a chain; TERMS of products.c."""
 TILE_TERMS = 32
-"""Terms that are summed before they are added to the others; STEP of products_bf16.c."""
+"""Terms of two bfloat16 that are summed before they are added to the others; STEP of products.c and products_bf16.c."""
 HALF = (torch.bfloat16, torch.float16)
 
 Multiply = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -205,18 +207,30 @@ def multiplies(*tensors: Tensor) -> bool:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-@cache
+def own_halves(own: bool) -> None:
+    """From here on products of half precision in this process are this module's even where the CPU multiplies the dtype
+    itself: slower, with the bits of every x86 CPU that has fused multiply-add. machine.kernels=compiled."""
+    global _own_halves
+    _own_halves = own
+
+
+_own_halves = False
+
+
 def half_by(dtype: torch.dtype) -> Literal["tiles", "float32", "torch"]:
-    """Who multiplies matrices of this dtype on this CPU, if not in float32: `products_bf16.c`; this module in float32,
-    rounded; or torch, as the CPU multiplies the dtype itself and rows agree when it does."""
+    """Whose products of this dtype are on this CPU, if not those of float32: of this module by the rule of tiles, with
+    tiles or without; of this module in float32, rounded; or torch's, as the CPU multiplies the dtype itself and rows
+    agree when it does."""
+    return _half_by(dtype, _own_halves)
+
+
+@cache
+def _half_by(dtype: torch.dtype, own: bool) -> Literal["tiles", "float32", "torch"]:
     if dtype not in HALF:
         return "torch"
-    multiply = chosen().multiply
-    if dtype is torch.bfloat16 and isinstance(multiply, _Compiled) and multiply.tiles_obey():
-        return "tiles"
     name = str(dtype).removeprefix("torch.")
-    if not multiplies_half(name):
-        return "float32"
+    if rounds(dtype) or own or not multiplies_half(name):
+        return _by_rule(dtype)
     if _rows_agree(dtype):
         return "torch"
     tiles = " (tiles need an x86 CPU with AMX, and gcc 11 or newer)" if dtype is torch.bfloat16 else ""
@@ -226,12 +240,20 @@ def half_by(dtype: torch.dtype) -> Literal["tiles", "float32", "torch"]:
         name,
         tiles,
     )
-    return "float32"
+    return _by_rule(dtype)
 
 
+def _by_rule(dtype: torch.dtype) -> Literal["tiles", "float32"]:
+    multiply = chosen().multiply
+    by_tiles = dtype is torch.bfloat16 and isinstance(multiply, _Compiled) and _tiles_obey(multiply)
+    return "tiles" if by_tiles else "float32"
+
+
+@cache
 def rounds(dtype: torch.dtype) -> bool:
-    """Whether a product of this dtype is rounded where it is computed, with no float32 tensor between."""
-    return dtype is torch.bfloat16 and half_by(dtype) == "tiles"
+    """Whether a product of this dtype is rounded where it is computed, with no float32 tensor between: by tiles."""
+    multiply = chosen().multiply
+    return dtype is torch.bfloat16 and isinstance(multiply, _Compiled) and multiply.has_tiles()
 
 
 @torch.no_grad()
@@ -306,20 +328,20 @@ class _Compiled:
         if rounds(a.dtype):
             self.by_tiles(a, b, out, add)
             return
-        a, b, halves = _read(a, b)
+        a, b, half = _read(a, b)
         size, threads = (a.shape[0], b.shape[1], a.shape[1]), torch.get_num_threads()
         operands = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), out.data_ptr(), *out.stride())
-        if self.lib.whet_product(*operands, *size, halves, add, threads):
+        if self.lib.whet_product(*operands, *size, half, add, threads):
             raise _no_memory()
 
     def linear(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
         if rounds(x.dtype):
             self.by_tiles(x, weight.t(), y, False)
             return
-        x, weight, halves = _read(x, weight)
+        x, weight, half = _read(x, weight)
         (rows, terms), columns, threads = x.shape, weight.shape[0], torch.get_num_threads()
         operands = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), y.data_ptr())
-        if self.lib.whet_linear(*operands, rows, columns, terms, halves, threads):
+        if self.lib.whet_linear(*operands, rows, columns, terms, half, threads):
             raise _no_memory()
 
     def by_tiles(self, a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
@@ -329,7 +351,7 @@ class _Compiled:
         if self.lib.whet_product_bf16(*operands, *size, half, add, torch.get_num_threads()):
             raise _no_memory()
 
-    def tiles_obey(self) -> bool:
+    def has_tiles(self) -> bool:
         """This CPU and its kernel have tiles for bfloat16, and they sum by the rule of products_bf16.c."""
         return bool(self.lib.whet_tiles()) and _tiles_obey(self.by_tiles)
 
@@ -340,11 +362,11 @@ class _Compiled:
         return out
 
 
-def _read(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The factors as products.c reads them, and which of them it has to widen: float16 it does not know."""
-    if a.dtype is torch.float32:
-        return a, b, 0
-    return (a, b, 3) if a.dtype is torch.bfloat16 else (a.float(), b.float(), 0)
+def _read(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """The factors as products.c reads them, and whether they are bfloat16: float16 it does not know."""
+    if a.dtype is torch.float16:
+        return a.float(), b.float(), False
+    return a, b, a.dtype is torch.bfloat16
 
 
 def _no_memory() -> WhetError:

@@ -8,7 +8,7 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BW__)
+#if defined(__AMX_BF16__) && defined(__AVX512BW__) && !defined(WHET_NO_TILES)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -19,7 +19,7 @@ from whet.api import Stop, join_cluster, reward_sets, run_loop, watchdog_timeout
 from whet.checkpoint import Damaged, Saver, all_in, state_of, tokenizer_in
 from whet.config.code import digests
 from whet.config.load import Loaded, learn_secrets
-from whet.config.plan import Plan, halves
+from whet.config.plan import Plan
 from whet.config.resuming import other_code
 from whet.config.schema import CheckpointConfig, Config, TrackConfig
 from whet.config.sections.run import ProfileConfig
@@ -271,8 +271,7 @@ def opened(
 
 def _notes(recorded: Recorded, loaded: Loaded, stage: int, state: Json) -> list[str]:
     """What is not as it was in the run, and what the terms of the loss lack."""
-    from whet.job import pick_device
-    from whet.models.arithmetic import facts
+    from whet.start import arithmetic_of
     from whet.track.manifest import file_sha256, other_arithmetic, other_data
 
     changed = other_code(state.get("code") or recorded.code, loaded.code)
@@ -283,9 +282,7 @@ def _notes(recorded: Recorded, loaded: Loaded, stage: int, state: Json) -> list[
         )
     now = {"data_sha256": {str(file): file_sha256(file) for file in data_files(loaded)}}
     notes += [f"data {file} has changed since the run" for file in other_data(recorded.manifest, now)]
-    cfg, device = loaded.config, pick_device(loaded.config).type
-    bits = facts(device, kernels=cfg.machine.kernels, halves=halves(loaded.stages, device))
-    told = other_arithmetic(recorded.manifest, {"arithmetic": bits})
+    told = other_arithmetic(recorded.manifest, {"arithmetic": arithmetic_of(loaded)})
     notes += [f"this machine computes differently: {told.partition(': ')[2]}"] if told else []
     r, lora = recorded.plans[stage].algorithm, loaded.stages[stage].model.lora
     if r.loss == "gkd" or (r.kl.coef > 0 and r.kl.estimator == "full"):

@@ -176,8 +176,10 @@ class MachineConfig(Section):
     differently with the number of rows."""
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     """Kernels between the matrix products on a CPU: compiled C where a compiler is available, or the PyTorch fallback.
-    The matrix products themselves are compiled where possible; with CC=none in the environment nothing is compiled. On
-    an NVIDIA GPU they are Triton kernels, with torch PyTorch's operations."""
+    The matrix products themselves are compiled where possible; with CC=none in the environment nothing is compiled.
+    compiled: the run does not start where they cannot be, and products in half precision are whet's own even where
+    the CPU multiplies the dtype itself (AVX512_BF16): their bits are then those of every x86 CPU, in twice the time. On
+    an NVIDIA GPU kernels are Triton's, with torch PyTorch's operations."""
     memory_mb: Positive | None = None
     """Memory limit of a stage on the device it trains on, in MiB: if the memory plan of a stage exceeds it, the run
     does not start. Default: the memory of the GPU, or, on a CPU, of the machine."""
