@@ -307,7 +307,7 @@ def dtype_on(cfg: Config, device: str) -> Literal["float32", "bfloat16", "float1
 
 def halves(stages: Iterable[Config], device: str) -> set[str]:
     """The dtypes of half precision that these stages' parameters have on 'cpu' or 'cuda'."""
-    return {dtype_on(stage, device) for stage in stages} - {"float32"}
+    return {name for stage in stages if (name := dtype_on(stage, device)) != "float32"}
 
 
 def device_of(cfg: Config) -> Literal["cpu", "cuda"]:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -88,7 +88,7 @@ class Role:
     weights: str
     """The folder that has it, as `published.write_own` writes it."""
     value_head: nn.Linear | None
-    kernels: str
+    kernels: Literal["auto", "torch", "compiled"]
     dims: Dims
     chunks: int
     """Parts of the layers on each rank of pp."""
