@@ -51,6 +51,7 @@ from whet.guard.watch import Watch
 from whet.job import decoder_of
 from whet.models import kernels
 from whet.models.forward import decoder
+from whet.models.kernels import Kind
 from whet.models.load import empty, end_tokens
 from whet.models.logprob_parity import self_test
 from whet.models.lora import attach
@@ -86,7 +87,7 @@ class Spec:
     max_context: int
     cache_mb: int | None
     quantization: Quantization | None
-    kernels: Literal["auto", "torch", "compiled"]
+    kernels: Kind
     threads: int
     prove: bool
     """Whether the driver's own self-test says 'exact', so that the replica's is asked, too."""

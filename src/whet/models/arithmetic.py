@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import xxhash
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from whet.models import elementwise, products
 from whet.models.attention import PackedAttention, Segments
-from whet.models.kernels import Ops, load
+from whet.models.kernels import Kind, Ops, load
 from whet.models.precision import sum_of_squares
 from whet.models.torch_ops import Act
 from whet.track.manifest import cpu_name
@@ -58,7 +58,7 @@ def arithmetic(ops: Ops) -> Arithmetic:
 def facts(
     device: str,
     *,
-    kernels: Literal["auto", "torch", "compiled"],
+    kernels: Kind,
     halves: Collection[str] = (),
     autocast: bool = False,
 ) -> dict[str, str | None]:

@@ -23,6 +23,9 @@ from whet.models.segments import Bounds, Segments
 from whet.models.torch_ops import Act, Weighing
 from whet.types import ConfigError
 
+Kind = Literal["auto", "torch", "compiled"]
+"""machine.kernels."""
+
 
 class RmsNorm(Protocol):
     def __call__(self, x_ND: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0) -> Tensor: ...
@@ -155,7 +158,7 @@ def used(ops: Ops, device: torch.device) -> str:
 _FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason", "cached_layers"))
 
 
-def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
+def load(kind: Kind) -> Ops:
     """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then cached. `auto`
     and `compiled` also say whose the products of half precision are in this process (`products.own_halves`).
 
@@ -167,7 +170,7 @@ def load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
 
 
 @cache
-def _load(kind: Literal["auto", "torch", "compiled"]) -> Ops:
+def _load(kind: Kind) -> Ops:
     if kind == "torch":
         return _torch("asked for: machine.kernels=torch")
     try:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -29,6 +29,7 @@ from whet.config.schema import ProfileConfig
 from whet.guard import pulse
 from whet.guard.imports import import_all
 from whet.models import kernels
+from whet.models.kernels import Kind
 from whet.models.lora import learned, refresh
 from whet.models.mesh import Dims, expert_mesh, make_mesh
 from whet.models.optim import Optimizer
@@ -88,7 +89,7 @@ class Role:
     weights: str
     """The folder that has it, as `published.write_own` writes it."""
     value_head: nn.Linear | None
-    kernels: Literal["auto", "torch", "compiled"]
+    kernels: Kind
     dims: Dims
     chunks: int
     """Parts of the layers on each rank of pp."""

@@ -33,6 +33,7 @@ from whet.guard.hangs import UNSEEN, Seen, blame
 from whet.guard.line import Local, OpenLines, bound, end
 from whet.guard.processes import GO_ON
 from whet.guard.temporary import OwnFolder
+from whet.models.kernels import Kind
 from whet.models.lora import adapted, learned, merged, refresh
 from whet.models.mesh import Dims
 from whet.models.published import (
@@ -285,7 +286,7 @@ class RankGroup:
         model: PreTrainedModel,
         *,
         cut: MicroBatchPolicy,
-        kernels: str = "auto",
+        kernels: Kind = "auto",
         value_head: nn.Linear | None = None,
         sharded: bool = False,
         dims: Dims | None = None,
