@@ -26,7 +26,7 @@ from whet.config.plan import Plan, plans
 from whet.config.rank_share import _cut
 from whet.config.schema import ParallelConfig, TrainConfig
 from whet.config.sizes import Shape, config_sizes, folder_shape, with_tensors
-from whet.models import expert_parallel, kernels, logprobs, tensor_parallel
+from whet.models import expert_parallel, fused_forward, kernels, logprobs, tensor_parallel
 from whet.models.attention import PackedAttention
 from whet.models.collectives import Peers
 from whet.models.forward import decoder
@@ -608,6 +608,35 @@ def test_products_in_half_precision_are_counted_where_a_cpu_multiplies_it(monkey
     many = [PeakBatch(n, n) for n in range(200)]
     most = memory.products_bytes(Setting(shape=shape, dtype="float16", compiled=False), cuts=many)
     assert most == memory.PRODUCTS * memory.PRODUCT_BYTES
+
+
+@pytest.mark.parametrize("positions", [1, 1024, 1025])
+def test_a_table_of_rotary_angles_is_as_large_as_the_plan_counts(positions):
+    model, shape = tiny_model("qwen3"), shape_of("qwen3")
+    table = fused_forward.RopeTable(model.model.rotary_emb).until(positions)
+    assert sum(x.untyped_storage().nbytes() for x in table) == shape.rope_bytes(positions)
+
+
+def test_tables_of_rotary_angles_are_counted_on_a_cpu():
+    """2 x 4 bytes of each of a head's 8 numbers, of 2048 positions: a table of each model that trains or scores, one of
+    the engine, and one that grows."""
+    name = "rotary angles"
+    long = (
+        "tokenizer.vocab_size=50",
+        "model.scratch.max_position_embeddings=1600",
+        "rollout.sampling.max_tokens=1500",
+    )
+    table = 2 * 4 * 8 * 2048
+    assert all(parts[name] == 3 * table for parts in peaks(planned(*long)).values())
+    more = peaks(planned(*long, "algorithm.kl.coef=0.1", "rollout.sync_interval=2"))["sampling"]
+    assert "sampler" in more
+    assert more[name] == 4 * table
+    own, replica = memory_estimate.places(planned(*long, "rollout.replicas=2"))
+    assert (own.most.parts[name], replica.most.parts[name]) == (2 * table, 2 * table)
+    assert name not in peaks(planned(*long, "machine.device=cuda"))["sampling"]
+    assert rank_held(*long, "train.parallel.dp_replicate=2")[name] == 2 * table
+    assert peaks(planned(*long, "train.parallel.dp_replicate=2"))["sampling"][name] == 2 * table
+    assert name not in rank_held(*long, "train.parallel.tp=2")
 
 
 def test_advice_leaves_out_what_is_done():

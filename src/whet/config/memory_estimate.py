@@ -123,7 +123,11 @@ def _without_reuse(plan: Plan) -> list[Phase]:
         cache=cache,
         sampling=sampling,
         rollouts=rollouts,
-        rewards={**plan.beside, **_products(plan, setting, samples=own, cuts=cuts)},
+        rewards={
+            **plan.beside,
+            **_products(plan, setting, samples=own, cuts=cuts),
+            **_angles(plan, tables=own + sum(m.name != "sampler" for m in models)),
+        },
     )
 
 
@@ -152,7 +156,7 @@ def _driver_phases(plan: Plan, *, cache: int, sampling: int, rollouts: int) -> l
     if plan.policy_on_ranks:
         del held["policy"]
     held |= {"KV cache": cache, "rollouts": rollouts, **plan.beside}
-    held |= _products(plan, _setting(plan), samples=bool(sampling))
+    held |= _products(plan, _setting(plan), samples=bool(sampling)) | _angles(plan, tables=bool(sampling))
     return [*out, Phase("sampling", {**held, "activations": sampling})]
 
 
@@ -226,7 +230,10 @@ def _phases_along(plan: Plan, group: str, at: int) -> list[Phase]:
         if group == "policy" and plan.policy_on_ranks and "sampler" in plan.copies:
             out.append(host(model=replace(still, name="sampler"), saved=weights if gathers else 0))
     cuts = [c for h in out for c in (h.model.cut, h.model.cut.second) if c is not None]
-    return spread_phases(out, beside=_products(plan, out[0].model.setting, cuts=cuts) if out else {})
+    # with tp or ep the modules of the model compute, which keep no table
+    tables = sum(h.model.name != "sampler" for h in out) if layout.tp == layout.ep == 1 else 0
+    beside = _products(plan, out[0].model.setting, cuts=cuts) if out else {}
+    return spread_phases(out, beside=beside | _angles(plan, tables=tables))
 
 
 def _trained(plan: Plan) -> Iterator[tuple[str, TrainConfig, Learns]]:
@@ -250,6 +257,14 @@ def _products(
     library = plan.device == "cpu" and multiplies_half(plan.dtype) and not own
     count = memory.products_bytes(setting, samples=samples, cuts=cuts) if library else 0
     return {"products in half precision": count} if count else {}
+
+
+def _angles(plan: Plan, *, tables: int) -> Parts:
+    """Tables of rotary angles on a CPU: of every model that trains or scores, and of the engine, which alone computes
+    with the sampler. While one grows, the old and the new one are there."""
+    if plan.device != "cpu" or plan.shape is None or not tables:
+        return {}
+    return {"rotary angles": (tables + 1) * plan.shape.rope_bytes(plan.max_sequence_tokens)}
 
 
 def _flight(plan: Plan, train: TrainConfig, cut: PeakBatch, lengths: Lengths, *, at: int) -> int:
@@ -298,7 +313,7 @@ def _replica_phases(plan: Plan) -> list[Phase]:
     )
     eight = {QUANTISED: plan.quantized_bytes} if plan.quantized else {}
     held = {"policy": (plan.learns.base - gone) * size, **eight, "KV cache": cache}
-    held |= _products(plan, _setting(plan), samples=True)
+    held |= _products(plan, _setting(plan), samples=True) | _angles(plan, tables=1)
     start = (
         [Phase("opening the engine", {**held, "policy": plan.learns.base * size})] if plan.quantized else []
     )

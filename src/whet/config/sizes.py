@@ -24,6 +24,8 @@ PAGE_TOKENS = 16
 """Tokens of one page of the KV cache."""
 VECTOR = 16
 """Numbers of a vector in C: attention of heads that have no whole vectors is not computed there."""
+ROPE_POSITIONS = 1024
+"""Positions that are added at a time to a table of rotary angles (`models.fused_forward.RopeTable`)."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MOST_SIZE = 2**31 - 1
@@ -86,9 +88,18 @@ class Shape:
         own, shared = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return own, shared, shared, own, self.heads, self.hidden, self.ffn, self.ffn, self.hidden
 
+    def rope_bytes(self, positions: int) -> int:
+        """A table of rotary angles: cosine and sine, float32, of every number of a head."""
+        return rope_positions(positions) * 2 * self.head_dim * DTYPE_BYTES["float32"]
+
     def page_bytes(self, dtype: str) -> int:
         """One page of the KV cache, all layers."""
         return PAGE_TOKENS * 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+def rope_positions(positions: int) -> int:
+    """Positions of a table of rotary angles that has to have this number."""
+    return -(-positions // ROPE_POSITIONS) * ROPE_POSITIONS
 
 
 def cache_dtype(device: str, dtype: str) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whet.config.sizes import rope_positions
 from whet.guard import pulse
 from whet.models.activations import KnownOutputs, LayerOutput
 from whet.models.attention import Attend, CachedAttention, PackedAttention
@@ -215,15 +216,10 @@ class RopeTable:
         """(cos, sin) [T, head_dim], T at least `positions`, on a CPU."""
         table = self.table
         if positions > (known := len(table[0])):
-            last = -(-positions // _POSITIONS) * _POSITIONS
-            new = rope(self.rotary, torch.arange(known, last, device="cpu"))
+            new = rope(self.rotary, torch.arange(known, rope_positions(positions), device="cpu"))
             table = (torch.cat((table[0], new[0])), torch.cat((table[1], new[1]))) if known else new
             self.table = table
         return table
-
-
-_POSITIONS = 1024
-"""Added to a table at a time."""
 
 
 def layer_of(layer: Any, number: int, *, ops: Ops, family: Family, config: Any) -> _Layer:
