@@ -1252,8 +1252,8 @@ def test_a_stage_inherits_key_by_key() -> None:
     [
         (["grpo"], 'stages[].algorithm: got ["grpo"], expected a section'),
         ("grpo", 'stages[].algorithm: got "grpo", expected a section'),
-        ({"algorithm_type": ["grpo"]}, "stages[0]: algorithm.algorithm_type: \"['grpo']\" is not known"),
-        ({"algorithm_type": {"name": "grpo"}}, "stages[0]: algorithm.algorithm_type.name: unknown key"),
+        ({"algorithm_type": ["grpo"]}, "stages[0].algorithm.algorithm_type: \"['grpo']\" is not known"),
+        ({"algorithm_type": {"name": "grpo"}}, "stages[0].algorithm.algorithm_type.name: unknown key"),
     ],
 )
 def test_a_stage_with_an_algorithm_that_is_none_is_refused(algorithm: Json, told: str) -> None:
@@ -1277,6 +1277,27 @@ def test_a_stage_may_not_change_what_is_one_for_all() -> None:
     stages = [{"stage_name": "a", "trainer": off}, {"stage_name": "b"}]
     (problem,) = translated({**tree, "stages": stages}).problems
     assert "stages[0]: it asks for the default of checkpoint.async_save, which is one for all" in problem[1]
+
+
+def test_what_is_wrong_in_a_stage_is_told_once_with_its_place_there() -> None:
+    """A global key of the same name is not blamed, and where it is at fault itself, the stage is not."""
+    stages = [
+        {"stage_name": "a", "trainer": {"trainer_type": "tinker"}},
+        {"stage_name": "b", "algorithm": {"algorithm_type": "grpo"}},
+    ]
+    tree, places = small(stages=stages), {("algorithm", "algorithm_type"): "f.yaml:3"}
+    places |= {("stages", 0, "trainer", "trainer_type"): "f.yaml:14"}
+    places |= {("stages", 1, "algorithm", "algorithm_type"): "f.yaml:17"}
+    of = dialect("trinity")
+    ((place, said),) = translate(tree, of, origins=places).unbuilt
+    assert (place, said.partition(": ")[0]) == ("f.yaml:14", "stages[0].trainer.trainer_type")
+    assert said.count("training by a remote service") == 1
+    stages[1]["algorithm"] = {"algorithm_type": "nope"}
+    ((place, said),) = translate(tree, of, origins=places).problems
+    assert place == "f.yaml:17"
+    assert said.startswith("stages[1].algorithm.algorithm_type: 'nope' is not known")
+    stages[1:], tree["algorithm"] = [], {"algorithm_type": "nope"}
+    assert {place for place, _ in translate(tree, of, origins=places).problems} == {"f.yaml:3"}
 
 
 def test_the_engine_of_stages_stands_over_them() -> None:

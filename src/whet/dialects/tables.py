@@ -287,7 +287,7 @@ def _in_a_stage(row: Row) -> Row:
     """The row of a key in a stage, which is judged as a file of its own: what does something does it by way of it."""
     key = f"stages[].{row.key}"
     if row.status == "coming":
-        return replace(row, key=key)
+        return replace(row, key=key, function="stages.stages")
     writes = row.status in WRITES
     reason = INHERITED if writes else row.reason
     status: Status = "translated" if writes else "derived"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from whet.config.engines import ONE_FOR_ALL
 from whet.config.faults import shown
@@ -46,8 +46,9 @@ def stages(values: Values) -> Mapping[str, Json]:
         own = _engine(file, done.tree)
         engine = own if engine is None else engine
         said += _own_way(alone.tree, done.tree, _fed(stage, of))
-        problems += [f"stages[{n}]: {text}" for text in said]
-        unbuilt += [f"stages[{n}]: {text}" for _, text in done.unbuilt if text not in told]
+        keys = {dotted(found.path) for found in read(stage, of)}
+        problems += [_in_stage(n, text, keys) for text in said]
+        unbuilt += [_in_stage(n, text, keys) for _, text in done.unbuilt if text not in told]
         unbuilt += [f"stages[{n}]: {text}" for text in _another(engine, own)]
     if problems:
         raise ConfigError("; ".join(problems + unbuilt))
@@ -83,6 +84,11 @@ def _another(engine: Mapping[str, Json] | None, own: Mapping[str, Json] | None) 
         for key, (mine, theirs) in asked.items()
         if mine != theirs and (key != "server" or "engine" in own)
     ]
+
+
+def _in_stage(n: int, text: str, keys: Collection[str]) -> str:
+    """What is said of a stage's file. keys: those that the stage gives itself, whose place is in the stage."""
+    return f"stages[{n}]{'.' if text.partition(':')[0] in keys else ': '}{text}"
 
 
 def _fed(stage: Mapping[str, Json], of: Dialect) -> set[str]:
