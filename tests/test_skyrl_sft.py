@@ -104,6 +104,22 @@ def test_parts_of_splits_that_no_source_can_take_are_refused(text: str) -> None:
         sft.training_data(values(train_datasets=["a"], train_dataset_splits=[text]))
 
 
+@pytest.mark.parametrize("version", ["0.3", "main"])
+def test_errors_name_keys_that_the_release_has(version: str) -> None:
+    has = {row.key for row in table("skyrl-sft", version)}
+    none = {"dataset_name": "a", "dataset_split": None}
+    cases = [
+        (sft.evaluation, {"eval_interval": 5}, "eval_datasets" if version == "main" else "eval_dataset_name"),
+        (sft.evaluation, {"eval_dataset_name": "a", "eval_dataset_split": "a[5:3]"}, "eval_dataset_split"),
+        (sft.training_data, {"dataset_name": "a", "dataset_split": "a[5:3]"}, "dataset_split"),
+        (sft.training_data, none, "dataset_split"),
+    ]
+    for asked_for, given, key in cases:
+        with pytest.raises(ConfigError, match=rf"\b{key}\b"):
+            asked_for(values(version, **given))
+        assert key in has
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -85,13 +85,13 @@ def training_data(v: Values) -> Native:
     batch of made-up rows, which every step trains on."""
     if v["dummy_run_full_ctx"]:
         return _made_up(v)
-    paths, splits = _named(v, "train_dataset", "dataset")
+    paths, splits, at = _named(v, "train_dataset", "dataset")
     if paths is None:
         paths, splits = DEFAULT[0], splits or DEFAULT[1]
     weights = v["train_dataset_weights"] or [None] * len(paths)
     if len(weights) != len(paths):
         raise ConfigError(f"train_dataset_weights: expected one for each of the {len(paths)} train_datasets")
-    out = _sources(v, "data.train", "train_dataset", paths, splits)
+    out = _sources(v, "data.train", "train_datasets", paths, at, splits)
     out |= {f"data.train.{n}.weight": weight for n, weight in enumerate(weights) if weight is not None}
     turns = "all" if v["train_on_what"] == "all_assistant_messages" else "last"
     return out | {
@@ -135,38 +135,39 @@ def evaluates(v: Values) -> bool:
 
 def evaluation(v: Values) -> Native:
     """The other datasets."""
-    (paths, splits), names = _named(v, "eval_dataset", "eval_dataset"), v["eval_dataset_names"]
-    out = _sources(v, "data.eval", "eval_dataset", paths, splits or ["validation"])
-    names = names or [path.replace("/", "_") for path in paths]
+    paths, splits, at = _named(v, "eval_dataset", "eval_dataset")
+    out = _sources(v, "data.eval", "eval_datasets", paths, at, splits or ["validation"])
+    names = v["eval_dataset_names"] or [path.replace("/", "_") for path in paths]
     return out | {f"data.eval.{n}.name": name for n, name in enumerate(names)}
 
 
-def _named(v: Values, newer: str, older: str) -> tuple[Json, Json]:
-    """Paths and splits, by lists or by the older keys of one."""
-    paths, splits = v[f"{newer}s"], v[f"{newer}_splits"]
+def _named(v: Values, newer: str, older: str) -> tuple[Json, Json, str]:
+    """Paths, splits and the key of these, by lists or by the older keys of one."""
+    paths, splits, at = v[f"{newer}s"], v[f"{newer}_splits"], f"{newer}_splits"
     if paths is None and v[f"{older}_name"] is not None:
-        own = v[f"{older}_split"]
-        return [v[f"{older}_name"]], splits or ([own] if own is not None else None)
-    return paths, splits
+        paths, own = [v[f"{older}_name"]], v[f"{older}_split"]
+        if not splits:
+            splits, at = ([own] if own is not None else None), f"{older}_split"
+    return paths, splits, at
 
 
-def _sources(v: Values, native: str, key: str, paths: Json, splits: Json) -> dict[str, Json]:
-    """A source for each path, with the rows of its split: `train`, `train[:100]`, `train[5%:10%]`."""
-    for name, texts in ((f"{key}s", paths), (f"{key}_splits", splits)):
+def _sources(v: Values, native: str, key: str, paths: Json, at: str, splits: Json) -> dict[str, Json]:
+    """A source for each path, with the rows of its split: `train`, `train[:100]`, `train[5%:10%]`. key, at: where they
+    are given."""
+    for name, texts in ((key, paths), (at, splits)):
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
             raise ConfigError(f"{name}: got {shown(texts)}, expected a list of texts")
     if len(splits) != len(paths):
-        raise ConfigError(f"{key}_splits: expected one for each of the {len(paths)} {key}s")
+        raise ConfigError(f"{at}: expected one for each of the {len(paths)} {key}")
     out: dict[str, Json] = {}
     for n, (path, split) in enumerate(zip(paths, splits)):
-        at = f"{native}.{n}"
         columns = {"messages": v["messages_key"]}
         columns |= {"system_prompt_column": v["system_key"]} if v["system_key"] != "system" else {}
         columns |= {"tools": v["tools_key"]} if v["tools_key"] != "tools" else {}
-        part = {"path": path, **columns, **rows_of_split(split, f"{key}_splits")}
+        part = {"path": path, **columns, **rows_of_split(split, at)}
         if PurePath(path).suffix and part["split"] == "train":  # a single file is all of it train
             del part["split"]
-        out |= {f"{at}.{name}": value for name, value in part.items()}
+        out |= {f"{native}.{n}.{name}": value for name, value in part.items()}
     return out
 
 
