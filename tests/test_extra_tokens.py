@@ -17,6 +17,7 @@ import pytest
 import whet
 from codecs_numbers import Numbers
 from tiny import RUN
+from whet import disaggregated
 from whet.disaggregated import follow
 from whet.envs.env import EnvRestarted, EnvStep, World
 from whet.explorer import Explorer
@@ -29,6 +30,7 @@ from whet.types import Completion, Group, Message, Request, Sampling, Task
 
 END = 1
 NUMBERS = Message("user", "200 300")
+HELD_OUT = [{"prompt": word, "answer": word} for word in ("ab", "cd", "ef")]
 TASK = Task(uid=0, source="s", prompt=(NUMBERS,), token_ids=(200, 300))
 
 
@@ -157,6 +159,31 @@ def test_an_explorer_in_a_process_of_its_own_tells_them_at_its_end(tokens: int, 
     assert messages == [f"explored 3 groups of stage 'rl'{said}"]
 
 
+def test_an_explorer_that_may_be_killed_has_told_them_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages, double = list[str](), cast(Any, None)
+    display = SimpleNamespace(phase=lambda name: None, message=messages.append)
+    watch = SimpleNamespace(beat=lambda what: None)
+    monitor = Monitor("rl", cast(Any, display), cast(Any, watch), double)
+    monitor.sampled_beside(12)
+    monkeypatch.setattr(disaggregated, "SAY_S", -1.0)
+    monkeypatch.setattr(disaggregated, "LOOK_S", 0.0)
+    monkeypatch.setattr(disaggregated, "Idle", lambda weights: SimpleNamespace(look=lambda done, busy: None))
+
+    class UntilTold(SimpleNamespace):
+        @property
+        def stopping(self) -> bool:
+            return bool(messages)
+
+    explorer = SimpleNamespace(
+        context=UntilTold(monitor=monitor, name="rl"), in_flight=SimpleNamespace(playing=())
+    )
+    queue = SimpleNamespace(count=3, broken=None, store=SimpleNamespace(noted=lambda name: None))
+    weights = cast(Any, SimpleNamespace(newer=lambda: None, receiver=SimpleNamespace(version=2)))
+    asyncio.run(follow(cast(Any, explorer), cast(Any, queue), weights, code={}, at=lambda version: None))
+    assert messages[0].startswith("3 groups, ")
+    assert messages[0].endswith("weights version 2; 12 sampled tokens are in none of them")
+
+
 MINE = '''
 import json
 from whet.envs.env import EnvStep
@@ -191,7 +218,7 @@ class Fails:
 
 
 def test_the_tokens_of_a_run_add_up(tmp_path: Path) -> None:
-    """Those of its rollouts, of failed attempts, and of greedy replies are all that the engine gave."""
+    """Those of its rollouts and evaluations, of failed attempts, and of greedy replies are all that the engine gave."""
     mine, given = tmp_path / "mine.py", tmp_path / "given"
     mine.write_text(MINE.replace("{given}", str(given)))
     own: dict[str, Any] = {
@@ -204,13 +231,19 @@ def test_the_tokens_of_a_run_add_up(tmp_path: Path) -> None:
         },
         "rewards": {},
         "train": {"steps": 2, "tasks_per_step": 4},
-        "data": {**RUN["data"], "max_prompt_tokens": 64},
+        "data": {**RUN["data"], "max_prompt_tokens": 64, "eval": [{"rows": HELD_OUT, "name": "held"}]},
+        "eval": {"at_start": False},
         "model": {"scratch": {**RUN["model"]["scratch"], "max_position_embeddings": 128}},
     }
     run = whet.train(**{**RUN, **own}, run_dir=str(tmp_path / "run"))
-    kept = sum(line["rollout/tokens_sum"] for line in run.metrics)
+    (judged,) = (line for line in run.metrics if "eval/accuracy" in line)
+    kept = sum(line.get("rollout/tokens_sum", 0) for line in run.metrics)
+    kept += round(judged["eval/held/tokens_mean"] * len(HELD_OUT))
     lines = (tmp_path / "run/timings.jsonl").read_text().splitlines()
-    extra = [json.loads(line)["rollout/extra_tokens_sum"] for line in lines]
+    timings = [json.loads(line) for line in lines]
+    extra = [line["rollout/extra_tokens_sum"] for line in timings if "time/step_s" in line]
     assert len(extra) == 2
+    extra += [line["eval/extra_tokens_sum"] for line in timings if "time/evaluate_s" in line]
+    assert len(extra) == 3
     assert min(extra) > 0
     assert kept + sum(extra) == sum(map(int, given.read_text().split()))

@@ -41,6 +41,7 @@ from whet.sync.exchange import Receiver
 from whet.sync.files import Files
 from whet.sync.weights import hand_over
 from whet.track.files import is_running
+from whet.track.monitor import Monitor
 from whet.training.engine import TrainEngine
 from whet.types import CheckpointError, ConfigError, Json, WhetError
 
@@ -273,12 +274,17 @@ async def follow(
         if time.monotonic() - reported > SAY_S:
             rate = (queue.count - before) / (time.monotonic() - reported)
             reported, before = time.monotonic(), queue.count
+            version = weights.receiver.version
             monitor.display.message(
-                f"{queue.count} groups, {rate:.3g}/s, weights version {weights.receiver.version}"
+                f"{queue.count} groups, {rate:.3g}/s, weights version {version}{_extra(monitor)}"
             )
         await asyncio.sleep(LOOK_S)
-    extra = f"; {tokens} sampled tokens are in none of them" if (tokens := monitor.extra_tokens) else ""
-    monitor.display.message(f"explored {queue.count} groups of stage {context.name!r}{extra}")
+    monitor.display.message(f"explored {queue.count} groups of stage {context.name!r}{_extra(monitor)}")
+
+
+def _extra(monitor: Monitor) -> str:
+    """What a message adds on tokens that the trainer has no account of: a killed explorer has said the last number."""
+    return f"; {tokens} sampled tokens are in none of them" if (tokens := monitor.extra_tokens) else ""
 
 
 async def take_between(explorer: Explorer, weights: Followed) -> bool:

@@ -214,7 +214,7 @@ class Recorder:
                 if isinstance(tracker, ShowsText):
                     with naming(tracker, name, done):
                         tracker.show(name, done, rows)
-        self._log(done, metrics, {"time/evaluate_s": self.context.monitor.seconds["evaluate"]})
+        self._log(done, metrics, self.context.monitor.evaluation_timings())
         self.display.evaluated(done, metrics)
         self._look_back(done, metrics)
 
@@ -376,11 +376,12 @@ def open_recorder(context: Context, job: Job, learner: Learner, tasks: list[Task
 
 def _asker(context: Context, models: Models, rewards: RewardSet) -> Ask:
     """Plays held-out tasks, each way of asking with its own sampling."""
+    playing = partial(
+        player, models, context.cfg, rewards, purpose="eval", extra=context.monitor.sampled_beside_replies
+    )
 
     async def ask(tasks: list[Task], how: EvalSampling) -> list[Group]:
-        sampling = to_sampling(how.sampling)
-        play = player(models, context.cfg, rewards, sampling, size=how.samples, purpose="eval")
-        return await play(tasks)
+        return await playing(to_sampling(how.sampling), size=how.samples)(tasks)
 
     return ask
 

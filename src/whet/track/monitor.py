@@ -48,6 +48,8 @@ class Monitor:
     """The same of what is sampled while the trainer trains."""
     extra_tokens: int = 0
     """Tokens that were sampled for training and are in none of its rollouts, since the last step was recorded."""
+    extra_eval_tokens: int = 0
+    """Tokens that were sampled for an evaluation and are in none of its replies, since the last was recorded."""
     together: Together = field(default_factory=Together)
     """Concurrent work of several explorers, timed once."""
     since: float = field(default_factory=lambda: clock())
@@ -83,6 +85,10 @@ class Monitor:
         """So many tokens were sampled for training and are in none of its rollouts."""
         self.extra_tokens += tokens
 
+    def sampled_beside_replies(self, tokens: int) -> None:
+        """So many tokens were sampled for an evaluation and are in none of its replies."""
+        self.extra_eval_tokens += tokens
+
     @contextmanager
     def unless_given_up(self, groups: Sequence[Group]) -> Iterator[None]:
         """Groups that become too old to be trained on meanwhile are in no step: their tokens are extra."""
@@ -107,6 +113,13 @@ class Monitor:
         with self.timeline.span(what, WAITS):
             limits: dict[str, Any] = {"timeout_s": within.seconds, "limit": within.keys}
             return await wait(awaitable, owner=owner, what=what, progress=progress, **limits)
+
+    def evaluation_timings(self) -> Metrics:
+        """Seconds of the evaluation that has ended, and its extra tokens if there are any."""
+        out: Metrics = {"time/evaluate_s": self.seconds["evaluate"]}
+        if extra := self.extra_eval_tokens:
+            out["eval/extra_tokens_sum"], self.extra_eval_tokens = float(extra), 0
+        return out
 
     def timings(self) -> tuple[Metrics, dict[str, float]]:
         """(seconds of the step, whole and by phase, the process's peak memory, and extra tokens if there are any;
