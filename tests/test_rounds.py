@@ -174,7 +174,7 @@ def test_an_explorer_that_leaves_reserves_nothing_more(tmp_path: Path) -> None:
     end.close()
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(end.room(2), 0.3))
-    assert store.held() == 0
+    assert store.ledger()["pending"] == 0
 
 
 def test_what_was_booked_for_the_coming_step_keeps_a_stop_waiting() -> None:

@@ -113,7 +113,7 @@ def test_what_is_put_is_taken_in_order_and_unchanged(url, queue):
     assert store.take(2, step=2) == []
     fill(store, 1)
     assert store.take(2, step=2) == [group(1), group(3)]
-    assert store.waiting() == 0
+    assert store.take(1, step=3) == []
     store.check()
 
 
@@ -144,7 +144,7 @@ def test_room_is_bounded_and_comes_back(url, queue):
     assert reserve(store, 3, owner="b", capacity=4) == [3]
     assert reserve(store, 3, owner="b", capacity=4) == []
     store.put([Scored(0, None, {"rejected/uniform": 2})])
-    assert (reserve(store, 3, capacity=4), store.held()) == ([4], 4)
+    assert reserve(store, 3, capacity=4) == [4]
     store.put([Scored(u, group(u)) for u in (1, 2)])
     assert reserve(store, 3, capacity=4) == []
     store.take(2, step=1)
@@ -167,7 +167,7 @@ def test_groups_whose_update_was_skipped_are_booked_so_and_give_their_room_back(
     said = {"asked": 6, "trained": 2, "rejected/skipped_update": 4, "pending": 0}
     assert store.ledger() == said
     assert ledger.state()["total"] == {k: n for k, n in said.items() if n}
-    assert store.held() == 0
+    assert reserve(store, 3, capacity=2) == [3, 4]
     store.done(1)
     store.check()
 
@@ -185,7 +185,8 @@ def test_a_second_answer_is_not_booked(url, queue):
     store.done(1)
     assert store.put([Scored(0, group(0)), Scored(1, group(1))]) == [False, False]
     assert store.ledger() == {"asked": 4, "trained": 4, "pending": 0}
-    assert store.waiting() == store.held() == 0
+    assert store.take(1, step=2) == []
+    assert reserve(store, 3, capacity=2) == [2, 3]
 
 
 def test_many_are_put_at_once_with_some_that_came_to_nothing(url, queue):
@@ -213,7 +214,7 @@ def test_what_was_never_asked_for_or_does_not_add_up_is_refused_whole(url, queue
         store.put([Scored(0, group(0)), Scored(1, group(1), {"failed/reward": 1})])
     with pytest.raises(WhetError, match="the group of task 1 was put for task 0"):
         store.put([Scored(0, group(1))])
-    assert (store.waiting(), store.ledger()["pending"]) == (0, 4)
+    assert (store.take(1, step=1), store.ledger()["pending"]) == ([], 4)
     store.check()
 
 
@@ -291,7 +292,8 @@ def test_what_is_too_old_is_booked_and_gives_its_room_back(url, queue):
     for version in (0, 3, 1, 3):
         fill(store, 1, version=version)
     assert store.take(3, step=1, oldest=2) == []
-    assert (store.ledger()["rejected/stale"], store.held()) == (4, 2)
+    assert store.ledger()["rejected/stale"] == 4
+    assert reserve(store, 2, capacity=3) == [4]
     assert store.take(2, step=1, oldest=3) == [group(1, version=3), group(3, version=3)]
     store.check()
 
@@ -319,7 +321,7 @@ def test_queues_do_not_see_each_other(url, queue):
     one = open_store(url, queue=f"{queue}/1", order="arrival")
     two = open_store(url, queue=f"{queue}/2", order="newest")
     fill(one, 2)
-    assert (two.waiting(), reserve(two, 1)) == (0, [0])
+    assert (two.take(1, step=1), reserve(two, 1)) == ([], [0])
 
 
 # ---------------------------------------------------------------- the same for all, and right
@@ -695,10 +697,10 @@ def test_a_real_full_sqlite_says_so_and_goes_on(tmp_path):
     with pytest.raises(WhetError, match="the disk is full; free space there"):
         fill_up(store)
     store.check()  # on a new connection, without the limit
-    done = store.waiting()
+    assert store.gather(1, delivery=1)
     store.release("a")
     fill(store, 2)
-    assert store.waiting() == done + 2
+    assert len(store.gather(1, delivery=2)) == 2
     store.check()
 
 
@@ -933,7 +935,7 @@ def test_a_store_that_was_emptied_in_use(tmp_path):
     for path in (tmp_path / "s/q").glob("c*"):
         path.unlink()
     with pytest.raises(WhetError, match="was emptied or replaced while it was in use"):
-        store.waiting()
+        store.ledger()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "files"])
@@ -945,8 +947,8 @@ def test_a_stopped_holder_is_named(kind, tmp_path, monkeypatch):
         two._log._db.execute("pragma busy_timeout = 50")
     who = f"process {os.getpid()} on " if kind == "files" else "another process has held the lock for 60 s"
     with one._log.turn(), pytest.raises(WhetError, match=who):
-        two.waiting()
-    assert two.waiting() == 0
+        two.ledger()
+    assert two.ledger()["pending"] == 0
 
 
 def test_a_password_in_the_config_is_not_written_down():

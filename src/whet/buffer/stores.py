@@ -193,14 +193,6 @@ class Store:
         """Rollouts by account, over all processes, and how many are pending."""
         return self._look(lambda places: {**places.ledger, "pending": places.pending})
 
-    def held(self) -> int:
-        """Places that take up room."""
-        return self._look(lambda places: places.held)
-
-    def waiting(self) -> int:
-        """Groups that could be taken."""
-        return self._look(lambda places: len(places.waiting))
-
     def progress(self) -> object:
         """What changes whenever explorers have brought something or asked for more."""
         return self._look(
