@@ -69,6 +69,13 @@ def test_a_difference_is_told_for_its_values_alone() -> None:
     assert warmup(1) == []
 
 
+@pytest.mark.parametrize(("penalty", "lines"), [(1, 0), (1.0, 0), (1.1, 1)])
+def test_a_number_is_the_same_with_and_without_a_point(penalty: float, lines: int) -> None:
+    rollout = {"mode": "async", "repetition_penalty": penalty}
+    made = translate({"actor_rollout_ref": {"rollout": rollout}}, dialect("verl-ppo", "0.9.1"), origins={})
+    assert sum("repetition_penalty" in text for text in said(made)) == lines
+
+
 def test_a_mean_over_sequences_is_told_where_whole_responses_are_rejected() -> None:
     def told(**given: Json) -> int:
         actor = {"actor": {key: value for key, value in given.items() if key == "loss_agg_mode"}}
@@ -209,7 +216,7 @@ def test_steps_of_turns_are_told() -> None:
 
 def test_true_is_not_1() -> None:
     one = Difference(file="", key="k", since="", until="", values="[1]", when="", reason="R.")
-    assert [one.of_value(value) for value in (1, True, 1.0)] == [True, False, False]
+    assert [one.of_value(value) for value in (1, True, 1.0)] == [True, False, True]
 
 
 def test_the_plan_of_a_file_tells_it(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class Difference:
         if not self.values:
             return True
         listed: list[Json] = json.loads(self.values.removeprefix("!"))
-        alike = any(value == each and type(value) is type(each) for each in listed)
+        alike = any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in listed)
         return alike is not self.values.startswith("!")
 
 
