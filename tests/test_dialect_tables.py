@@ -70,6 +70,15 @@ def test_no_key_is_refused_for_a_feature_that_is_there(name):
     assert [row.key for row in every_line(name) if "run of whet is deterministic" in row.reason] == []
 
 
+def test_a_policy_that_verl_would_not_train_is_refused():
+    for section, wanted in (("fsdp_config", True), ("megatron", True), ("fsdp_config", False)):
+        tree = {"actor_rollout_ref": {"actor": {section: {"forward_only": wanted}}}}
+        made = translate(tree, dialect("verl-ppo", "0.9.1"), origins={})
+        said = [text for _, text in made.problems if "forward_only" in text]
+        assert len(said) == wanted
+        assert all("builds no optimizer" in text for text in said)
+
+
 @pytest.mark.parametrize("page", docs.PAGES)
 def test_few_keys_are_refused(page):
     rows = [row for name in docs.PAGES[page][1] for row in table(name)]
