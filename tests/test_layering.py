@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from whet.config.keys import keys
+from whet.config.schema import StageConfig
+
 SRC = Path(__file__).parent.parent / "src"
 
 LAYERS: list[set[str]] = [
@@ -146,6 +149,7 @@ MAY_RUN_CODE = {
 MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_FUNCTION = 90
 MOST_LINES_OF_THE_LOOP = 100
+MOST_KEYS = 350
 STEP = {"explorer.collect", "learner.prepare", "learner.learn", "weights.publish"}
 """What the loop asks of the parts of a stage."""
 
@@ -363,6 +367,43 @@ def test_the_words_load_without_torch():
     code += "print(sorted({'torch', 'transformers', 'ray', 'pyarrow'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+LISTINGS = (
+    ("--help",), ("keys", "--json"), ("keys", "--algorithms"), ("explain", "algorithm.loss"),
+    ("explain", "algorithm.advantage"), ("explain", "rollout.group_size"), ("schema",), ("train", "--help"),
+    ("plan", "tests/dialects/verl_64_gpus.yaml", "--gpus", "8x8"),
+    ("convert", "tests/dialects/skyrl_gsm8k_ppo.yaml", "--gpus", "8"), ("convert", "examples/from_verl.sh"),
+)  # fmt: skip
+
+
+@pytest.mark.long
+def test_what_lists_explains_plans_or_converts_needs_no_torch():
+    """By running it, in one process; files for more devices than there are among it."""
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from whet.cli import app
+for words in {LISTINGS}:
+    done = CliRunner().invoke(app, list(words))
+    print(done.exit_code, sorted({{'torch', 'transformers', 'ray'}} & set(sys.modules)), words)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [f"0 [] {words}" for words in LISTINGS], done.stderr
+
+
+def test_a_config_has_as_many_keys_as_one_can_know():
+    """A section that stands in several places counts once, and a table of settings is one key. The sections of a stage
+    are those of a run."""
+    declared = {
+        (
+            next(c for c in reversed(key.owner.__mro__) if key.path[-1] in getattr(c, "model_fields", ())),
+            key.path[-1],
+        )
+        for key in keys().values()
+        if key.section is None and (key.owner is not StageConfig or key.path[-1] == "name")
+    }
+    assert len(declared) <= MOST_KEYS
 
 
 def test_files_and_functions_are_short():
