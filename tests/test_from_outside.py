@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,66 @@ def test_a_setting_that_does_not_fit_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         whet.train(**tree, overrides=[override])
+
+
+ANNOTATED = """
+from __future__ import annotations
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+import torch
+from annotated_types import Gt
+from whet.batch import Loss
+if TYPE_CHECKING:
+    from whet.batch import Batch, ModelOutputs
+
+def tilted(batch: Batch, out: ModelOutputs, *, tilt: float = 1.0, over: Annotated[int, Gt(2)] = 3,
+           table: torch.Tensor | None = None, other: Batch | None = None) -> Loss:
+    return Loss(-batch.adv_N * out.logp_N * tilt, {"tilt": batch.adv_N * 0 + tilt})
+
+class Tilted:
+    def __call__(self, batch: Batch, out: ModelOutputs, *, tilt: float = 1.0) -> Loss:
+        return tilted(batch, out, tilt=tilt)
+
+an_object = Tilted()
+a_part = partial(tilted, over=4)
+"""
+
+
+@pytest.mark.parametrize("name", ["tilted", "an_object", "a_part"])
+def test_settings_are_annotated_where_names_of_type_checkers_stand_beside_them(
+    tree: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    mine = tmp_path / "annotated.py"
+    mine.write_text(ANNOTATED)
+    whet.train(**tree, overrides=[f"algorithm.loss={{name: {mine}:{name}, tilt: 0.5}}", "train.steps=1"])
+    kept = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/tilt"] for line in kept if "train/loss" in line] == [pytest.approx(0.5)]
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.tilt='much': .* takes float"):
+        whet.train(
+            **tree,
+            overrides=[f"algorithm.loss={{name: {mine}:{name}, tilt: much}}", f"run_dir={tmp_path}/other"],
+        )
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("over: 1", r"algorithm\.loss\.over=1: .* takes int: .*greater than 2"),
+        (
+            "table: [1]",
+            r"algorithm\.loss\.table=\[1\]: .* which a config cannot hold\. Annotate the setting as a number",
+        ),
+        ("other: 1", None),
+    ],
+)
+def test_a_setting_that_a_config_cannot_hold_is_told(
+    tree: dict[str, Any], tmp_path: Path, setting: str, said: str | None
+) -> None:
+    mine = tmp_path / "annotated.py"
+    mine.write_text(ANNOTATED)
+    given = [f"algorithm.loss={{name: {mine}:tilted, {setting}}}", "train.steps=1"]
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        whet.train(**tree, overrides=given)
 
 
 def test_an_importance_weight_of_a_users_own(tree: dict[str, Any], tmp_path: Path) -> None:

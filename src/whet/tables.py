@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -15,7 +17,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar, cast, get_type_hints
 
 from whet.types import ConfigError, Json, WhetError
@@ -100,12 +102,30 @@ def check_settings(
 
 def as_annotated(value: Json, hint: Any, *, key: str, name: str) -> Any:
     """The value of a setting of `name` as the annotation of its parameter says; ConfigError where it is another."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except PydanticUserError as e:
+        raise ConfigError(
+            f"{key}={value!r}: {name} takes {_written(hint)}, which a config cannot hold. Annotate the setting as a "
+            "number, a text, a bool, or a list or dict of these."
+        ) from e
     except ValidationError as e:
         raise ConfigError(f"{key}={value!r}: {name} takes {_written(hint)}: {e.errors()[0]['msg']}.") from e
+
+
+def annotations_of(function: Callable[..., object]) -> dict[str, Any]:
+    """The annotations of a user's function by parameter. One that names what only type checkers import is left out."""
+    inner: Any = function.func if isinstance(function, functools.partial) else function
+    inner = inspect.unwrap(inner) if inspect.isroutine(inner) else type(inner).__call__
+    names = getattr(inner, "__globals__", {})
+    found: dict[str, Any] = {}
+    for each, annotation in getattr(inner, "__annotations__", {}).items():
+        alone = SimpleNamespace(__annotations__={each: annotation})
+        with contextlib.suppress(NameError, AttributeError, TypeError, SyntaxError):
+            found |= get_type_hints(alone, globalns=names, include_extras=True)
+    return found
 
 
 def _written(hint: Any) -> str:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from whet.batch import Batch, Loss, LossFn, Outputs
 from whet.config import schema
 from whet.config.functions import Need
 from whet.config.recipes import Chosen, Kind, Resolved, compares, resolve
-from whet.tables import as_annotated, find, near
+from whet.tables import annotations_of, as_annotated, find, near
 from whet.types import ConfigError, Metrics, WhetError
 
 T = TypeVar("T")
@@ -425,7 +425,7 @@ def _own_settings(
     function: Callable[..., object], chosen: Chosen, *, what: str, positional: int
 ) -> dict[str, Any]:
     """Settings of a user's function, held to the names and the annotations of its signature."""
-    hints = get_type_hints(function) if inspect.isfunction(function) else {}
+    hints = annotations_of(function)
     takes = list(inspect.signature(function).parameters.values())[positional:]
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in takes if p.kind in by_name and p.name != "reward_N"]
