@@ -128,6 +128,16 @@ def test_1000_typos_are_refused_and_the_right_key_comes_first():
     assert right >= 950
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_the_last_part_of_a_key_leads_to_it(name):
+    """Also where a key of the top level is nearly the same: `lr` is no `log`."""
+    of = dialect(name)
+    ends = {key[-1] for key in of.by_parts} - {"*", "[]", "<name>"}
+    alone = {end for end in ends if (end,) not in of.by_parts and (end,) not in of.below}
+    found = {end: suggest((end,), of)[:1] for end in alone}
+    assert {end: keys for end, keys in found.items() if [parts(key)[-1] for key in keys] != [end]} == {}
+
+
 def is_right(wrong, key, of):
     """Whether a typo made another key, or led into another section."""
     others = [wrong[:n] for n in range(1, len(wrong) + 1) if wrong[:n] != key[:n]]

@@ -117,9 +117,11 @@ def meant(cut: Parts, of: Dialect) -> str:
 def suggest(cut: Parts, of: Dialect) -> list[str]:
     """At most two keys of the dialect, the nearest first; empty if none is near.
 
-    A typo anywhere in the key first, then the same name in another section, then nearly the same name.
+    A typo anywhere in the key first, then the same name in another section, then nearly the same name. A name alone
+    that a key of some section has is no typo.
     """
-    for n in range(len(cut), len(_known(cut, of)), -1):
+    is_name = len(cut) == 1 and any(name[-1] == cut[0] for name in of.by_parts)
+    for n in range(len(cut), len(cut) if is_name else len(_known(cut, of)), -1):
         near = [
             (letters, order, name)
             for order, name in enumerate(of.by_parts)
