@@ -34,7 +34,14 @@ def said(source: dict[str, Any], **train: Any) -> list[str]:
     [
         ({"rows": ROWS}, {}, "10 training rows.*; 3 steps of 4 tasks pass them 1.2 times or more"),
         ({"rows": ROWS, "skip": 1, "limit": 5}, {}, "5 training rows"),
-        ({"rows": ROWS}, {"epochs": 2}, "an epoch has at most 2.5 steps of 4 tasks"),
+        ({"rows": ROWS}, {"epochs": 2}, "2 epochs of them have at most 5 steps of 4 tasks"),
+        (
+            {"rows": ROWS},
+            {"epochs": 2, "drop_last": True},
+            "2 epochs of them have at most 4 steps of 4 tasks",
+        ),
+        ({"rows": ROWS}, {"epochs": 1.5}, "1.5 epochs of them have at most 4 steps of 4 tasks"),
+        ({"rows": ROWS}, {"epochs": 2, "steps": 3}, "2 epochs of them have at most 3 steps of 4 tasks"),
         (
             {"rows": ROWS},
             {"tasks_per_step": 16},

@@ -61,7 +61,7 @@ def facts(plan: Plan) -> dict[str, str]:
 
 def _unknown_steps(given: int | None) -> str:
     """Where the epochs end is not known; they end at the given steps at the latest."""
-    epochs = "epochs x rows / tasks per step; the number of rows is not known yet"
+    epochs = "epochs x rows / tasks per step; a run counts the rows when it reads them"
     return epochs if given is None else f"at most {given}: {epochs}"
 
 

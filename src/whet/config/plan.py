@@ -171,7 +171,7 @@ def _derive(cfg: Config, *, rows: int | None, name: str) -> Plan:
         cfg=cfg,
         algorithm=algorithm,
         rows=rows,
-        total_steps=_total_steps(
+        total_steps=total_steps(
             cfg.train, rows, tasks=sampled_tasks(cfg.train.tasks_per_step - experts, algorithm)
         ),
         tasks_per_step=cfg.train.tasks_per_step,
@@ -260,7 +260,7 @@ def _judges(cfg: Config, device: str) -> dict[str, int]:
     return found
 
 
-def _total_steps(train: TrainConfig, rows: int | None, *, tasks: int) -> int | None:
+def total_steps(train: TrainConfig, rows: int | None, *, tasks: int) -> int | None:
     """Training steps: those given, or those of the epochs, whichever end first. None: the rows are not known.
 
     tasks: drawn from the rows in one step.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from whet.config.evaluation import trains
-from whet.config.plan import Plan
+from whet.config.plan import Plan, total_steps
 from whet.config.schema import SourceConfig
 from whet.data.files import find_files, is_here
 from whet.data.rows import read_rows
@@ -32,7 +32,8 @@ def told(plans: Sequence[Plan]) -> Iterator[str]:
         elif rows < drawn:
             follows = f"a step takes {drawn} tasks, so it has some of them several times"
         elif plan.total_steps is None:
-            follows = f"an epoch has at most {rows / drawn:.4g} steps of {drawn} tasks"
+            most = total_steps(plan.train, rows, tasks=drawn)
+            follows = f"{plan.train.epochs:g} epochs of them have at most {most} steps of {drawn} tasks"
         else:
             follows = (
                 f"{plan.steps} steps of {drawn} tasks pass them {plan.steps * drawn / rows:.3g} times or more"
