@@ -134,6 +134,8 @@ def test_hydra_s_files():
     assert "run.sh:9: there is no config file mine.yaml here; looked for" in refused(
         VERL.replace("=config ", "=conf --config-name mine ")
     )
+    anywhere = refused(VERL.replace("=config ", "=/no/conf --config-name mine "))
+    assert anywhere.count("/no/conf/mine.yaml") == 1
     Path("conf").mkdir()
     Path("conf/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seed_: 1, save_freq: 7}\n")
     named = VERL.replace("=config ", "=conf --config-name mine ")

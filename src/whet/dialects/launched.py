@@ -169,7 +169,8 @@ def _file(launch: Launch, script: Path) -> tuple[Path | None, str | None, list[s
     own = Path(launch.folder, *launch.module.split(".")).parent
     around = dict.fromkeys([Path(launch.folder), script.resolve().parent, own])
     folders = dict.fromkeys([launch.config_path or ".", launch.config_path or "config"])  # Hydra's own custom
-    tried = [Path(at, folder, f"{name}.yaml") for at in around for folder in folders]
+    # an absolute folder is the same from everywhere
+    tried = list(dict.fromkeys(Path(at, folder, f"{name}.yaml") for at in around for folder in folders))
     for file in tried:
         if file.is_file():
             return file, None, []
