@@ -319,6 +319,7 @@ def test_the_last_word_counts(tmp_path):
         ("=3", "expected key.path=value"),
         ("train.stesp=3", "unknown key; did you mean train.steps?"),
         ("lr=3", "did you mean train.optimizer.lr or critic.optimizer.lr?"),
+        ("actor_rollout_ref.rollout.n=4", "it is a key of verl, and becomes rollout.group_size"),
         ("data.eval.1.limit=3", "data.eval has 1 entries, counted from 0: no entry 1"),
         ("data.train.0.limit=3", "data.train has no entries"),
         ("stages.rl.train.steps=3", "no stage 'rl'; stages: sft"),

@@ -129,6 +129,8 @@ def test_it_prints():
         ("lr", "'lr' is not a key; did you mean train.optimizer.lr or critic.optimizer.lr?"),
         ("train.stesp", "did you mean train.steps?"),
         ("", "is not a key"),
+        ("trainer.test_freq", "it is a key of verl, and becomes eval.interval"),
+        ("actor_rollout_ref.actor.use_torch_compile", "it is a key of verl, and becomes no key"),
         ("algorithm.name=dapoo", "did you mean 'dapo'"),
         ("machine.logprob_parity=onn", "expected 'auto', 'on' or 'off'"),
         ("train.steps=-1", "got -1, expected a whole number >= 0"),

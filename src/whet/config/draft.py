@@ -18,6 +18,7 @@ from whet.config.parse import parse_override
 from whet.config.schema import Config
 from whet.config.shorthand import expanded
 from whet.config.tree import get, leaves, merge, origin, path_of, stage_names, stage_tree, without
+from whet.dialects.tables import of_another
 from whet.types import Json
 
 _PLACE = re.compile(r"path|run_dir|resume|chat_template|tokenizer")
@@ -90,7 +91,7 @@ class Draft:
             return f"no stage {path[1]!r}; stages: {', '.join(stage_names(self.tree)) or 'none'}"
         unknown = _unknown(path)
         if unknown:
-            return f"unknown key{did_you_mean(unknown)}"
+            return f"unknown key{of_another(dotted(path)) or did_you_mean(unknown)}"
         for n in range(1, len(path)):
             around, part = get(self.tree, path[:n]), path[n]
             if isinstance(around, list) and not (isinstance(part, int) and part < len(around)):

@@ -27,6 +27,7 @@ from whet.config.rules import visible_when
 from whet.config.settings import line_of
 from whet.config.shorthand import short_for
 from whet.config.tree import STAGE_SECTIONS, path_of
+from whet.dialects.tables import of_another
 from whet.tables import not_known, unknown
 from whet.types import ConfigError, Json
 
@@ -149,7 +150,7 @@ def _find(name: str) -> Key:
     found = lookup(_with_entries(path))
     if found is None:
         wrong = next(path[:n] for n in range(1, len(path) + 1) if lookup(_with_entries(path[:n])) is None)
-        raise ConfigError(f"'{name}' is not a key{did_you_mean(wrong)}")
+        raise ConfigError(f"'{name}' is not a key{of_another(name) or did_you_mean(wrong)}")
     return found
 
 

@@ -339,6 +339,20 @@ def _alike(kind: str, given: Sequence[str]) -> tuple[str, ...]:
     return first if len(there[first[0]] & names) * 2 >= len(there[first[0]]) else alike
 
 
+def of_another(key: str) -> str:
+    """Of a name that is no key of whet: the system that has a key of this name and the native keys it becomes, as the
+    end of a sentence; '' for a key of none. A name without a section says too little of where it is from."""
+    for system in DOCUMENTS if "." in key else ():
+        row = next((each for each in table_rows.rows(system) if each.key == key), None)
+        if row is not None:
+            becomes = ", ".join(row.native) or "no key"
+            return (
+                f"; it is a key of {system}, and becomes {becomes}: `whet keys --dialect {system}` says how, and "
+                f"`whet convert` does it for a file"
+            )
+    return ""
+
+
 def kinds_of(name: str) -> tuple[str, ...]:
     """The `file` column of the lines that a kind of file reads."""
     return tuple(TABLES[each][1] for each in (*FILES[name].tables, *FILES[name].optional))
