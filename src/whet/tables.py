@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-import traceback
+import sysconfig
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +23,10 @@ from typing import Any, TypeVar, cast, get_type_hints
 from whet.types import ConfigError, Json, WhetError
 
 T = TypeVar("T")
+
+_WHET = str(Path(__file__).parent) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = "-packages" + os.sep
 
 _USER = "whet_user_"
 """Begins the names of modules that are files of the user's."""
@@ -147,6 +151,31 @@ def check_types(
         as_annotated(value, hints.get(each, Any), key=f"{key}.{each}", name=name)
 
 
+def raised_at(error: BaseException) -> tuple[str, int] | None:
+    """The file and the line of the user's that raised it: the innermost outside of whet, Python, packages and code
+    without a file (a dataclass's methods); else the innermost outside of whet and Python; else the innermost."""
+    trace = error.__traceback__
+    places: list[tuple[str, int]] = []
+    while trace is not None:
+        places.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    foreign = [at for at in places if is_foreign(at[0])]
+    own = [at for at in foreign if _PACKAGES not in at[0] and at[0] != "<string>"]
+    return next((found[-1] for found in (own, foreign, places) if found), None)
+
+
+def is_foreign(file: str) -> bool:
+    """Whether a file is neither whet's nor Python's own."""
+    inside = file.startswith(_PYTHON) and _PACKAGES not in file
+    return not inside and not file.startswith((_WHET, "<frozen "))
+
+
+def at_line(error: BaseException) -> str:
+    """' (/place/file.py:3)', the line of the user's that raised it; '' where no line of the user's ran."""
+    at = raised_at(error)
+    return f" ({at[0]}:{at[1]})" if at and is_foreign(at[0]) else ""
+
+
 def load_object(spec: str, *, what: str, asked: bool = False) -> Callable:  # type: ignore[type-arg]
     """The object that 'package.module:name' or 'path/to/file.py:name' points to. asked: a class, too, has to say which
     parameters it takes."""
@@ -156,13 +185,12 @@ def load_object(spec: str, *, what: str, asked: bool = False) -> Callable:  # ty
     try:
         module = load_place(place)
     except (ImportError, OSError, SyntaxError) as e:
-        raise ConfigError(f"{what} {spec!r}: cannot load {place!r}: {e}") from e
+        raise ConfigError(f"{what} {spec!r}: cannot load {place!r}: {e}{at_line(e)}") from e
     except WhetError:
         raise
     except (Exception, SystemExit) as e:  # code of the user's: it can fail in any way, or end the program
-        at = traceback.extract_tb(e.__traceback__)[-1]
         raise ConfigError(
-            f"{what} {spec!r}: importing {place!r} raised {type(e).__name__}: {e} ({at.filename}:{at.lineno})"
+            f"{what} {spec!r}: importing {place!r} raised {type(e).__name__}: {e}{at_line(e)}"
         ) from e
     if not hasattr(module, name):
         raise ConfigError(f"{what} {spec!r}: {place!r} has no {name!r}{near(name, dir(module))}")

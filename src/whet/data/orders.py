@@ -21,7 +21,6 @@ import inspect
 import json
 import math
 import operator
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from whet.data.parts import flaw
 from whet.data.prepare import BATCH_ROWS, Prepared
 from whet.guard import pulse
 from whet.guard.foreign import said, shown
-from whet.tables import check_settings, find
+from whet.tables import at_line, check_settings, find
 from whet.types import ConfigError, DataError, Group, Json, WhetError
 
 KEY = "data.order"
@@ -393,8 +392,7 @@ def _called(function: Callable[[], Any], what: str) -> Any:
     except WhetError:
         raise
     except (Exception, SystemExit) as e:  # code of the user's: it can fail in any way
-        at = traceback.extract_tb(e.__traceback__)[-1]
-        raise OrderError(f"{what}: {type(e).__name__}: {said(e)} ({at.filename}:{at.lineno})") from e
+        raise OrderError(f"{what}: {type(e).__name__}: {said(e)}{at_line(e)}") from e
 
 
 def _is_no_plain(method: object) -> bool:

@@ -7,7 +7,6 @@ a million rows costs its Arrow size. Relative paths start at the working directo
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -23,7 +22,7 @@ from whet.config.sections.data import (
 from whet.data.files import find_files, read_files, stem
 from whet.data.parts import FileRows, ListPart, SourceRows, as_row, describe, flaw, json_copy
 from whet.inputs import too_deep
-from whet.tables import load_object, near
+from whet.tables import at_line, load_object, near
 from whet.types import ConfigError, DataError, Json
 
 
@@ -158,10 +157,8 @@ def _function(source: SourceConfig, limit: int | None) -> FileRows:
         made = function(**source.arguments)
         given = list(itertools.islice(_rows_of(made), limit)) if _has_rows(made) else []
     except (Exception, SystemExit) as e:  # foreign code: it can fail in any way, or end the program
-        at = traceback.extract_tb(e.__traceback__)[-1]
-        place = f"{at.filename}:{at.lineno}"
         raise DataError(
-            f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e} ({place}). The function gets "
+            f"{what} with arguments {source.arguments} raised {type(e).__name__}: {e}{at_line(e)}. The function gets "
             "only `arguments`, by name; rows are tokenised afterwards."
         ) from e
     if not _has_rows(made):

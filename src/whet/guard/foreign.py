@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-import sysconfig
-from pathlib import Path
 
 from whet.secrets import redact
+from whet.tables import raised_at
 
 LARGEST = 1e12
 """Of a reward's size. Batches are float32, which ends at 3e38: squares of such numbers still add up, over all rollouts
 of a step and over all parameters of a gradient."""
 
-_WHET = str(Path(__file__).parents[1]) + os.sep
-_PYTHON = sysconfig.get_path("stdlib") + os.sep
 MOST_SAID = 400
 """Characters of an exception's text."""
 
@@ -46,22 +43,6 @@ def said(error: BaseException) -> str:
         return words(str(error), MOST_SAID)
     except BaseException:  # noqa: BLE001  foreign __str__
         return "(its text cannot be read)"
-
-
-def raised_at(error: BaseException) -> tuple[str, int] | None:
-    """The file and the line that raised it: the innermost that is not whet's nor Python's own, where there is one."""
-    trace = error.__traceback__
-    places: list[tuple[str, int]] = []
-    while trace is not None:
-        places.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    return next((at for at in reversed(places) if is_foreign(at[0])), places[-1] if places else None)
-
-
-def is_foreign(file: str) -> bool:
-    """Whether a file is neither whet's nor Python's own."""
-    inside = file.startswith(_PYTHON) and "-packages" not in file
-    return not inside and not file.startswith((_WHET, "<frozen "))
 
 
 def describe(error: BaseException, *, name: bool = True) -> str:

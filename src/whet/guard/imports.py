@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
 
-from whet.tables import load_place
+from whet.tables import is_foreign, load_place, raised_at
 from whet.types import ConfigError
 
 
@@ -21,19 +18,8 @@ def import_all(specs: Iterable[str]) -> None:
 
 
 def _told(error: Exception | SystemExit) -> str:
-    """'ValueError: text (/place/file.py, line 3)': the innermost line that ran, or that cannot be read."""
+    """'ValueError: text (/place/file.py, line 3)': the line of the user's that ran, or that cannot be read."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
-    told = f"{type(error).__name__}: {error}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
-    return f"{told} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else told
-
-
-def _ours(filename: str) -> bool:
-    """The machinery of importing, and this package."""
-    here = Path(__file__).parents[1]
-    return (
-        filename.startswith("<frozen ")
-        or filename == importlib.__file__
-        or Path(filename).is_relative_to(here)
-    )
+    told, at = f"{type(error).__name__}: {error}", raised_at(error)
+    return f"{told} ({at[0]}, line {at[1]})" if at and is_foreign(at[0]) else told

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import traceback
 
-from whet.guard.foreign import describe, is_foreign, raised_at
+from whet.guard.foreign import describe
+from whet.tables import is_foreign, raised_at
 
 MOST_FRAMES = 20
 """The innermost of an error, and of each of its causes."""

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from whet.guard import confine, foreign, frames, sandbox, traces
-from whet.guard.foreign import describe, is_number, number, raised_at, words
+from whet.guard.foreign import describe, is_number, number, words
 from whet.guard.traces import Traces, written
+from whet.tables import raised_at
 from whet.types import WhetError
 
 Function = Callable[..., object]
