@@ -30,7 +30,7 @@ from whet.envs.env import (
     as_messages,
     as_step,
 )
-from whet.envs.host import _guard
+from whet.envs.host import _guard, misfit
 from whet.envs.hosts import EnvHosts
 from whet.guard.processes import until
 from whet.rollout.episode import MOST_CHATS, play_groups
@@ -585,6 +585,44 @@ def test_calls_of_the_policy_are_bounded_also_where_they_are_made_at_once() -> N
 
 
 # ---------------------------------------------------------------- code that fails
+
+
+class Fitting:
+    async def first(self) -> list[Message]:
+        return []
+
+    def step(self, reply: Message, *, loud: bool = False) -> EnvStep:
+        return EnvStep()
+
+
+class TakesNothing(Fitting):
+    def step(self) -> EnvStep:  # type: ignore[override]
+        return EnvStep()
+
+
+class AsksForMore(Fitting):
+    async def first(self, task: Task) -> list[Message]:  # type: ignore[override]
+        return []
+
+
+class WithoutStep(Fitting):
+    step = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (Fitting(), ""),
+        (WithoutStep(), "WithoutStep without `step`; expected an Env"),
+        (TakesNothing(), "TakesNothing whose `step` takes (): too many positional arguments; expected "),
+        (AsksForMore(), "AsksForMore whose `first` takes (task): missing a required argument: "),
+    ],
+)
+def test_an_environment_whose_methods_cannot_be_called_is_told_before_its_first_turn(
+    made: Any, said: str
+) -> None:
+    assert misfit(made).startswith(said)
+    assert bool(misfit(made)) is bool(said)
 
 
 FAULTS = {

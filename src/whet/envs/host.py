@@ -273,12 +273,8 @@ class EnvHost:
 
         work = make if inspect.iscoroutinefunction(self.make) else made
         playing.env = await self._call(playing, "rollout.env.make", work)
-        for name in ("first", "step"):
-            if not callable(getattr(playing.env, name, None)):
-                kind = type(playing.env).__name__
-                raise CallFailed(
-                    f"bad value: rollout.env.make returned {kind} without `{name}`; expected an Env"
-                )
+        if wrong := misfit(playing.env):
+            raise CallFailed(f"bad value: rollout.env.make returned {wrong}")
         if playing.pool is not None and all(map(inspect.iscoroutinefunction, methods(playing.env))):
             playing.pool.shutdown(wait=False)
             playing.pool = None
@@ -423,6 +419,24 @@ class EnvHost:
         if error is not None:
             raise error
         return value
+
+
+def misfit(env: Any) -> str:
+    """Which method of an environment is missing, or cannot be called as it will be; '' for none."""
+    kind = type(env).__name__
+    for name, given in (("first", ()), ("step", ("reply",))):
+        method = getattr(env, name, None)
+        if not callable(method):
+            return f"{kind} without `{name}`; expected an Env"
+        # some callables of C have no signature
+        with suppress(ValueError):
+            takes = inspect.signature(method)
+            try:
+                takes.bind(*given)
+            except TypeError as error:
+                named = ", ".join(takes.parameters)
+                return f"{kind} whose `{name}` takes ({named}): {error}; expected {name}({', '.join(given)})"
+    return ""
 
 
 def methods(env: Any) -> list[Any]:
