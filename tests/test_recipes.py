@@ -378,6 +378,12 @@ def bare(batch, out):
 def pair(batch, out):
     return -batch.adv_N * out.logp_N, {}
 
+def as_array(batch, out):
+    return Loss((-batch.adv_N * out.logp_N).detach().numpy())
+
+def without_stats(batch, out):
+    return Loss(-batch.adv_N * out.logp_N, None)
+
 def counted(batch, out):
     return Loss(-batch.adv_N * out.logp_N, {"mine": 1.0})
 
@@ -476,6 +482,8 @@ def test_an_advantage_of_the_wrong_size_is_refused(mine: str) -> None:
         ("by_rollout", r"got shape \(1,\)"),
         ("bare", r"got a bare tensor of shape \(3,\): return Loss\(loss_N\)"),
         ("pair", "got tuple"),
+        ("as_array", "got loss_N of type ndarray and stats of type dict, expected a tensor and a dict"),
+        ("without_stats", "got loss_N of type Tensor and stats of type NoneType"),
         ("counted", r"stats\['mine'\] must be \[tokens\] or \[rollouts\], got float"),
     ],
 )

@@ -390,6 +390,9 @@ def _own_loss(
             return Loss(sampled(batch, loss_N), stats)
         case Tensor() as x:
             raise WhetError(f"{wants}; got a bare tensor of shape {tuple(x.shape)}: return Loss(loss_N).")
+        case Loss(loss_N=loss_N, stats=stats):
+            parts = f"loss_N of type {type(loss_N).__name__} and stats of type {type(stats).__name__}"
+            raise WhetError(f"{wants}; got {parts}, expected a tensor and a dict of tensors.")
         case other:
             raise WhetError(f"{wants}; got {type(other).__name__}.")
 
