@@ -132,6 +132,11 @@ def test_it_prints():
         ("trainer.test_freq", "it is a key of verl, and becomes eval.interval"),
         ("actor_rollout_ref.actor.use_torch_compile", "it is a key of verl, and becomes no key"),
         ("algorithm.name=dapoo", "did you mean 'dapo'"),
+        ("algorithm=turn_level_gae", "(algorithm=turn_ppo), or algorithm.advantage=turn_level_gae"),
+        (
+            "algorithm.name=cross_entropy",
+            "no recipe, but the name of a function: give algorithm.loss=cross_entropy",
+        ),
         ("machine.logprob_parity=onn", "expected 'auto', 'on' or 'off'"),
         ("train.steps=-1", "got -1, expected a whole number >= 0"),
         ("train=3", "train is a section"),

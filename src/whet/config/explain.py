@@ -28,7 +28,7 @@ from whet.config.settings import line_of
 from whet.config.shorthand import short_for
 from whet.config.tree import STAGE_SECTIONS, path_of
 from whet.dialects.tables import of_another
-from whet.tables import not_known, unknown
+from whet.tables import unknown
 from whet.types import ConfigError, Json
 
 
@@ -188,7 +188,7 @@ def _value(key: Key, value: str) -> tuple[tuple[str, str], ...]:
     name = dotted(key.path)
     if name == "algorithm.name":
         if value not in recipes.RECIPES:
-            raise ConfigError(f"{name}: {not_known(value, recipes.RECIPES)}")
+            raise ConfigError(f"{name}: {recipes.no_recipe(value)}")
         recipe = recipes.RECIPES[value]
         facts = {k: v for k, v in asdict(recipe).items() if k not in ("settings", "source", "note")}
         facts |= recipe.settings

@@ -38,7 +38,18 @@ Problem = tuple[str, str]
 
 CORRECTION = "algorithm.correction"
 
-__all__ = ["RECIPES", "Chosen", "Kind", "Recipe", "Resolved", "choices", "compares", "kind_of", "resolve"]
+__all__ = [
+    "RECIPES",
+    "Chosen",
+    "Kind",
+    "Recipe",
+    "Resolved",
+    "choices",
+    "compares",
+    "kind_of",
+    "no_recipe",
+    "resolve",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +83,16 @@ def _recipes() -> dict[str, Recipe]:
 
 
 RECIPES: dict[str, Recipe] = _recipes()
+
+
+def no_recipe(name: str) -> str:
+    """What is said of a name that no recipe has; it may be that of a recipe's advantage or loss."""
+    for part in ("advantage", "loss"):
+        if name in FUNCTIONS[f"algorithm.{part}"]:
+            having = [recipe for recipe, row in RECIPES.items() if getattr(row, part) == name]
+            which = f"a recipe that has it (algorithm={' or '.join(having)}), or " if having else ""
+            return f"{name!r} is no recipe, but the name of a function: give {which}algorithm.{part}={name}"
+    return not_known(name, RECIPES)
 
 
 def kind_of(cfg: AlgorithmConfig) -> Kind | None:
@@ -165,7 +186,7 @@ def examined(cfg: AlgorithmConfig) -> tuple[Resolved | None, list[Problem]]:
     """The algorithm, and what is wrong with it. Where its keys contradict each other it is the recipe alone, so that
     other checks can continue; None where its name is not known."""
     if cfg.name not in RECIPES:
-        return None, [("algorithm.name", not_known(cfg.name, RECIPES))]
+        return None, [("algorithm.name", no_recipe(cfg.name))]
     found, problems = None, list(settings_problems(cfg))
     if not problems:
         found = _put_together(cfg, RECIPES[cfg.name])
