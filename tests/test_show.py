@@ -297,6 +297,24 @@ def test_a_run_that_was_killed_before_its_first_step(tmp_path: Path) -> None:
         show.summary(tmp_path)
 
 
+def test_a_run_that_an_error_has_ended(tmp_path: Path) -> None:
+    """That of the last start, if that ended so; a line that a reward prints is none."""
+    directory = make(tmp_path)
+    start = {"started_utc": "2026-01-01T00:00:05+00:00"}
+    directory.write_manifest(manifest.describe(config="", seed=7) | start)
+    directory.close()
+    log, ended = tmp_path / "run.log", "ERROR whet.api: the run ended: 4 of 4 rollouts: \x1b (r.py:9)\n"
+    for text, said in (
+        (f"2026-01-01T00:00:04Z {ended}", False),
+        (f"2026-01-01T00:00:06Z INFO whet.guard.printed: reward 'r': 2026-01-01T00:00:06Z {ended}", False),
+        (f"2026-01-01T00:00:06Z {ended}Traceback\n", True),
+    ):
+        log.write_text(text)
+        assert (r"ended by 4 of 4 rollouts: \x1b (r.py:9)" in lines_of(show.summary(tmp_path))) is said
+    with files.RunLock(tmp_path):
+        assert not any("ended by" in line for line in lines_of(show.summary(tmp_path)))
+
+
 def test_a_limit_says_what_it_leaves_out(tmp_path: Path) -> None:
     make(tmp_path).close()
     lines = lines_of(show.rollouts(tmp_path, 2, limit=1))
