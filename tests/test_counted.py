@@ -82,6 +82,19 @@ def test_what_is_elsewhere_or_large_or_made_by_a_function_is_not_counted(
     assert not said({"path": str(rows)}), "the run says in which line"
 
 
+def test_a_plan_says_which_files_are_not_there(tmp_path: Path) -> None:
+    """A run would end for them after its start; what it fetches first is not looked for."""
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(ROWS[0]))
+    train = [{"path": [f"{tmp_path}/tasks.jsonl", f"{tmp_path}/taks.jsonl"]}, {"path": "hf://datasets/a/b"}]
+    held_out = [{"name": "a", "path": f"{tmp_path}/none/*.jsonl"}, {"name": "b", "rows": ROWS}]
+    tree = RUN | {"data": {"max_prompt_tokens": 8, "train": train, "eval": held_out}}
+    first, second = counted.absent(plans(load(None, (), tree)))
+    assert re.search(
+        r"data\.train\[0\]\.path: No such data file: .*taks\.jsonl; did you mean 'tasks\.jsonl'", first
+    )
+    assert re.search(r"data\.eval\[0\]\.path: No such data file: .*/none", second)
+
+
 def test_a_plan_says_how_many_rows_there_are(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(RUN))

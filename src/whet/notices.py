@@ -40,10 +40,10 @@ def say_columns(loaded: Loaded) -> None:
 
 
 def say_rows(plans: Sequence[Plan]) -> None:
-    """Note how many rows each stage trains on, of data that is on this machine."""
-    from whet.data.counted import told
+    """Note how many rows each stage trains on, of data that is on this machine, and which data is not."""
+    from whet.data.counted import absent, told
 
-    for text in told(plans):
+    for text in (*told(plans), *absent(plans)):
         _note(text)
 
 

@@ -1,5 +1,5 @@
 """How many rows a plan finds in the training data: of files that are here and are counted in a moment, and of rows in
-the config. Data elsewhere is not fetched, and functions are not called."""
+the config, and which files are not here. Data elsewhere is not fetched, and functions are not called."""
 
 from __future__ import annotations
 
@@ -39,6 +39,28 @@ def told(plans: Sequence[Plan]) -> Iterator[str]:
                 f"{plan.steps} steps of {drawn} tasks pass them {plan.steps * drawn / rows:.3g} times or more"
             )
         yield f"stage {plan.name}: {rows} training rows{each}, before a run leaves any out; {follows}"
+
+
+def absent(plans: Sequence[Plan]) -> Iterator[str]:
+    """A line for each source whose files are not on this machine, in the words of the run that would read them."""
+    for plan in plans:
+        data = plan.cfg.data
+        for key, sources in (
+            ("data.train", data.train if trains(plan.cfg) else ()),
+            ("data.eval", data.eval),
+        ):
+            for number, source in enumerate(sources):
+                if source.path is None or _is_elsewhere(source.path) or is_here(source.path):
+                    continue
+                try:
+                    find_files(source.path, subset=source.subset, split=source.split)
+                except DataError as error:
+                    yield f"stage {plan.name}: {key}[{number}].path: {error}"
+
+
+def _is_elsewhere(path: str | tuple[str, ...]) -> bool:
+    """Whether a run fetches one of these files first."""
+    return any("://" in each for each in ((path,) if isinstance(path, str) else path))
 
 
 def count(source: SourceConfig) -> int | None:
