@@ -307,6 +307,14 @@ def test_a_release_is_known_by_its_keys() -> None:
     assert version_of("verl-ppo", ["data.train_files"]) == "0.4.0"
     assert version_of("verl-ppo", ["data.train_files", "skip.<name>.enable"]) == "0.9.1"
     assert version_of("verl-ppo", ["algorithm.rollout_is_mode"]) == "0.6.0"
+    for newer_name in (
+        "critic.fsdp.param_offload",
+        "reward.custom_reward_function.path",
+        "reward.num_workers",
+    ):
+        assert version_of("verl-ppo", ["data.train_files", newer_name]) == "0.9.1"
+    assert version_of("verl-ppo", ["data.train_files", "reward_manager.name"]) == "0.7.0"
+    assert version_of("verl-ppo", ["data.train_files", "trainer.profile_steps"]) == "0.4.0"
 
 
 def test_0_9_1_is_read_with_its_own_keys() -> None:

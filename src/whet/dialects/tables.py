@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from whet.config.tree import STAGE_SECTIONS, get
 from whet.dialects import row as table_rows
-from whet.dialects.row import WRITES, Difference, Row, Status
+from whet.dialects.row import WRITES, Difference, Row, Status, VersionRange
 from whet.dialects.rules import Function, function
 from whet.dialects.versions import (
     DOCUMENTS,
@@ -321,7 +321,7 @@ def _alike(kind: str, given: Sequence[str]) -> tuple[str, ...]:
     if it is a whole document (half of the keys or more), those of which it lacks the fewest."""
     system = FILES[kind].system
     known, of, names = table_rows.spans(system, _known_to(kind)), dialect(kind), set(given)
-    alike = fitting([known[key] for key in dict.fromkeys(given) if key in known], system)
+    alike = fitting([spans for key in dict.fromkeys(given) if (spans := _nearest(known, key))], system)
     if len(alike) == 1:
         return alike
     plain = [row.key for row in of.rows if row.key not in of.optional and not OPEN & set(parts(row.key))]
@@ -337,6 +337,13 @@ def _alike(kind: str, given: Sequence[str]) -> tuple[str, ...]:
     least = min(lacking.values())
     first = tuple(version for version in alike if lacking[version] == least)
     return first if len(there[first[0]] & names) * 2 >= len(there[first[0]]) else alike
+
+
+def _nearest(known: Mapping[str, Sequence[VersionRange]], key: str) -> Sequence[VersionRange]:
+    """The versions that have a key; of one below another name of a section, those that have this name."""
+    cut = parts(key)
+    names = (joined(cut[:n]) for n in range(len(cut), 0, -1))
+    return next((known[name] for name in names if name in known), ())
 
 
 def of_another(key: str) -> str:
