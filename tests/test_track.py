@@ -313,6 +313,18 @@ def test_what_follows_a_phase_is_told_in_the_words_of_the_watch(monkeypatch: pyt
     )
 
 
+def test_a_report_in_a_narrow_terminal_loses_no_digit() -> None:
+    shown, out = plain([("s", 1)])
+    table = report.columns("stage", "steps", "time", "tokens", "tokens/s", "held-out start", "held-out end")
+    table.add_row("main", "1000", "1:02:03", "123.4k", "12345", "0.273", "0.996")
+    shown.show(table)
+    shown.close()
+    assert "…" not in out.getvalue()
+    assert all(
+        word in out.getvalue() for word in ("1:02:03", "123.4k", "12345", "0.273", "0.996", "tokens/s")
+    )
+
+
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     shown = display.Display([("s", 1)], quiet=True)
     shown.step(*STEP)

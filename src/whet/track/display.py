@@ -12,10 +12,12 @@ from typing import TextIO, cast
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.protocol import rich_cast
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from whet.config.screen import keep_whole
 from whet.guard import pulse
 from whet.track.metrics import ACCURACY, FAILED, HELD_OUT, LOSS, MARGIN, REWARD
 from whet.track.report import count, duration, printable
@@ -111,8 +113,10 @@ class Display:
         self._print(printable(text))
 
     def show(self, what: RenderableType) -> None:
-        """A larger block that stays on the screen, e.g. the final report."""
-        self._console.print(what)
+        """A larger block that stays on the screen, e.g. the final report; its tables lose nothing in a narrow one."""
+        shown = rich_cast(what)
+        keep_whole(self._console, shown)
+        self._console.print(shown, crop=False)
         self._last_line = time.monotonic()
 
     def close(self) -> None:
