@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -64,3 +66,58 @@ def test_speeds_of_schedules() -> None:
                 row["of bound"].replace("%", " %"),
             )
             assert f"| {row['sigma']} | {name} | {row['s/step']:.3f} | {share} | {row['x in turn']} |" in text
+
+
+SPEEDS = sorted(path.name for path in (ROOT / "benchmarks").glob("results*.json"))
+
+
+def lines(name: str) -> list[str]:
+    return (ROOT / name).read_text(encoding="utf-8").splitlines()
+
+
+def parts(side: dict[str, float], update_s: float) -> str:
+    return f"{side['generate_s']:.3f} + {update_s:.3f} + {side['rest_s']:.3f}"
+
+
+@pytest.mark.parametrize("name", SPEEDS)
+def test_steps_against_trl(name: str) -> None:
+    """Every case has its row, or is told in the text; docs/performance.md has its ratio."""
+    rows, text = lines("benchmarks/README.md"), " ".join(" ".join(lines("benchmarks/README.md")).split())
+    for case in measured(name):
+        whet, trl, faster = case["whet"], case["trl"], f"{case['faster']:.2f}"
+        low, high = (f"{end:.2f}" for end in case["faster_range"])
+        cells = [
+            f" {whet['step_s']:.3f} | {parts(whet, whet['update_s'])} |",
+            f" {trl['step_s']:.3f} | {parts(trl, trl['loss_backward_s'] + trl['optimizer_s'])} |",
+            f" {whet['peak_rss_mb']:,.0f} | {trl['step_s']:.3f} |",
+            f" {trl['peak_rss_mb']:,.0f} | **{faster}x**",
+        ]
+        if "floor_s" in case:
+            floor = f"{case['floor_s']:.3f} ({case['gflops']:.0f}, {case['fastest_products']})"
+            cells.append(f"| {floor} | {whet['step_s'] / case['floor_s']:.2f} |")
+        found = [row for row in rows if row.startswith(f"| {case['case']}") and cells[0] in row]
+        if not found:
+            assert f"{case['case']} {whet['step_s']:.3f} s" in text, case["case"]
+            assert f"{faster} ({low}-{high}) times" in text, case["case"]
+            continue
+        assert [cell for cell in cells if cell not in found[0]] == [], found[0]
+        assert low == high or f"({low}-{high})" in found[0] or f"{low} to {high}" in text, found[0]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in SPEEDS if name not in ("results.json", "results_bfloat16.json")]
+)
+def test_ratios_to_trl_by_machine(name: str) -> None:
+    (row,) = (line for line in lines("docs/performance.md") if f"`benchmarks/{name}`" in line)
+    found = {case["case"]: f"{case['faster']:.2f}" for case in measured(name) if case["dtype"] == "float32"}
+    ratios = [found.get(case, "") for case in ("S/32", "M/32", "L/32", "S/128", "M/128")]
+    assert [cell.strip() for cell in row.split("|")[2:7]] == ratios
+
+
+def test_steps_of_the_first_table() -> None:
+    rows = lines("docs/performance.md")
+    for case in measured("results.json"):
+        whet, trl = case["whet"], case["trl"]
+        memory = f"{whet['peak_rss_mb']:,.0f} | {trl['peak_rss_mb']:,.0f}"
+        times = f"{whet['step_s']:.3f} | {trl['step_s']:.3f} | {case['faster']:.2f}x"
+        assert f"| {case['case']} | {times} | {memory} |" in rows
