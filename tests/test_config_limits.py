@@ -119,6 +119,30 @@ def test_an_override_is_read_within_the_same_limits() -> None:
             load(None, [f"run_dir={value}"])
 
 
+@pytest.mark.parametrize("dialect", ["native", "verl"])
+@pytest.mark.parametrize("override", ["seed={}", "trainer.n_gpus_per_node={}", "{}=1", "{}", "+{}=1"])
+@pytest.mark.parametrize("long", ["9" * 5000, "[" * 100_000, "x" * 100_000])
+def test_what_is_said_of_a_long_override_is_short(long: str, override: str, dialect: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        load(None, [override.format(long)], dialect=dialect)
+    assert len(str(told.value)) < 1500
+
+
+@pytest.mark.parametrize("dialect", ["native", "verl"])
+@pytest.mark.parametrize("key", ["x." * 50_000, "data.train" + "[0]" * 50_000])
+def test_a_key_of_many_parts_is_refused_before_it_is_looked_up(key: str, dialect: str) -> None:
+    """Which took minutes."""
+    with pytest.raises(ConfigError, match="a key has more than 50 parts"):
+        load(None, [f"{key}=1"], dialect=dialect)
+
+
+def test_a_long_override_is_shortened_without_a_part_of_a_secret() -> None:
+    secret = "sk-of-a-long-override-0001"
+    with pytest.raises(ConfigError, match=r"override seed=x+<redacted:.*\.\.\.") as told:
+        load(None, [f"reward_workers.env={{JUDGE_KEY: {secret}}}", f"seed={'x' * 170}{secret}{'x' * 200}"])
+    assert "sk-of" not in str(told.value)
+
+
 def test_values_from_python_are_read_within_the_same_limits() -> None:
     endless: list[object] = []
     endless.append(endless)

@@ -11,7 +11,7 @@ from math import isfinite
 
 from pydantic import ValidationError
 
-from whet.config.faults import faults, named, shown
+from whet.config.faults import faults, named, place_of_override, shown
 from whet.config.interpolate import interpolate
 from whet.config.keys import TABLES, Path, did_you_mean, dotted, is_open, lookup
 from whet.config.parse import parse_override
@@ -57,7 +57,7 @@ class Draft:
     def override(self, text: str) -> None:
         """Apply `key.path=value`; the value is YAML, an empty value is null, and ~ drops the key."""
         key, equals, value = (part.strip() for part in text.partition("="))
-        source = f"override {text}"
+        source = place_of_override(text)
         if not equals or not key or key[0] in "+~-":
             self.problems.append((source, _no_override(key)))
             return

@@ -158,6 +158,7 @@ def _parts(annotation: Any) -> list[Any]:
 
 
 _MOST_SHOWN, _BEFORE = 60, 20
+_MOST_OVERRIDE = 200
 
 
 def shown(value: Json) -> str:
@@ -185,6 +186,13 @@ def _excerpt(text: str, begin: int) -> str:
     before, rest = ("..." if begin else ""), text[begin:]
     room = _MOST_SHOWN - len(before)
     return before + (rest if len(rest) <= room else rest[: room - 3] + "...")
+
+
+def place_of_override(text: str) -> str:
+    """Where an override gives its value: the override itself, truncated where it is long."""
+    if len(text) > _MOST_OVERRIDE:
+        text = redact(text)[: _MOST_OVERRIDE - 3] + "..."
+    return f"override {text}"
 
 
 def named(path: Path, tree: Json) -> str:

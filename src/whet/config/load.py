@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -39,7 +40,7 @@ from whet.dialects.recognise import recognise
 from whet.dialects.style import overridden
 from whet.dialects.tables import NATIVE, base_of, dialect, other_end, version_of
 from whet.dialects.translate import Translation, translate
-from whet.inputs import MOST_CONFIG_BYTES, read_text
+from whet.inputs import MOST_CONFIG_BYTES, MOST_DEPTH, read_text
 from whet.secrets import learn_overrides
 from whet.tables import near
 from whet.types import ConfigError, Json
@@ -121,6 +122,7 @@ def load(
         overrides = [text for text in overrides if text.startswith("whet.")]
     elif path is not None:
         draft = _read(Path(path), text)
+    _check_keys(overrides)
     what = str(path or "the config")
     secrets.learn(draft.tree, everywhere=True)
     learn_overrides(overrides)
@@ -213,6 +215,14 @@ def _check_arguments(overrides: Sequence[str], unused: str) -> None:
     expect_overrides(overrides)
     if unused not in get_args(Unused):
         raise ConfigError(f"unused: got {unused!r}; expected one of {', '.join(get_args(Unused))}")
+
+
+def _check_keys(overrides: Sequence[str]) -> None:
+    """ConfigError for a key that is nested too deep to be looked up."""
+    if any(len(re.findall(r"[.[]", text.partition("=")[0])) > MOST_DEPTH for text in overrides):
+        raise ConfigError(
+            f"overrides: a key has more than {MOST_DEPTH} parts; expected key.path=value, such as train.steps=5"
+        )
 
 
 def _consequences(config: Config) -> Iterable[str]:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from whet.config.faults import shown
+from whet.config.faults import place_of_override, shown
 from whet.config.keys import Path
 from whet.config.parse import parse_override
 from whet.config.tree import get, leaves
@@ -49,7 +49,7 @@ class Tree:
         that is its value.
 
         source: where it is written, if not on the command line."""
-        source = source or f"override {text}"
+        source = source or place_of_override(text)
         said = _OVERRIDE.fullmatch(text.strip())
         if said is None or (said["sign"] != "~" and not said["equals"]):
             self.problems.append((source, "expected key.path=value, +key.path=value or ~key.path"))
