@@ -143,6 +143,15 @@ def test_a_long_override_is_shortened_without_a_part_of_a_secret() -> None:
     assert "sk-of" not in str(told.value)
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "!!python/name:os.system", "!own 3"])
+def test_a_value_that_cannot_be_read_is_told_once(value: str, tmp_path: Path) -> None:
+    """Not that of what stands in its place, too."""
+    file = tmp_path / "c.yaml"
+    file.write_text(f"seed: {value}\n")
+    with pytest.raises(ConfigError, match="1 problem in "):
+        load(file)
+
+
 def test_values_from_python_are_read_within_the_same_limits() -> None:
     endless: list[object] = []
     endless.append(endless)

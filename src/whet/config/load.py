@@ -379,4 +379,4 @@ def _read(file: Path, text: str | None = None, *, foreign: bool = False) -> Draf
         problems = problems or [(f"{file}:1", f"a config is a mapping of keys, got {shown(parsed.tree)}")]
         raise Refused(problems, str(file))
     origins = {at: f"{file}:{line}" for at, line in parsed.lines.items() if at}
-    return Draft(tree=parsed.tree, origins=origins, problems=problems)
+    return Draft(tree=parsed.tree, origins=origins, problems=problems, broken=parsed.unread)

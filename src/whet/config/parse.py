@@ -43,10 +43,17 @@ class Parsed:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
     """(line, text)"""
+    unread: set[Path] = field(default_factory=set)
+    """Where a value stands that is not what was written."""
     values: int = 0
     """Built so far; a value that an alias repeats counts again."""
     scalar: Callable[[str], Json] = scalar
     """What reads an unquoted scalar; below `whet`, the section of native keys, `scalars.scalar` does."""
+
+    def refuse(self, path: Path, line: int, said: str) -> None:
+        """A value is not one that a config can have."""
+        self.problems.append((line, f"{dotted(path)}: {said}"))
+        self.unread.add(path)
 
 
 def parse(text: str, *, toml: bool = False, foreign: bool = False) -> Parsed:
@@ -176,15 +183,13 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
         ]
         raise _TooManyValues
     if node in inside:
-        out.problems.append((line, f"{dotted(path)}: contains itself through an alias"))
+        out.refuse(path, line, "contains itself through an alias")
         return None
     if _TAGGED.match(text, node.start_mark.index):
-        out.problems.append(
-            (
-                line,
-                f"{dotted(path)}: YAML tags (!...) are not supported; quote the value if it is text, else leave "
-                "the tag out",
-            )
+        out.refuse(
+            path,
+            line,
+            "YAML tags (!...) are not supported; quote the value if it is text, else leave the tag out",
         )
     inside = (*inside, node)
     if isinstance(node, yaml.MappingNode):
@@ -197,7 +202,7 @@ def _value(node: yaml.Node, path: Path, out: Parsed, *, text: str, inside: tuple
     try:
         return node.value if quoted else (scalar if path[:1] == ("whet",) else out.scalar)(node.value)
     except ValueError as e:
-        out.problems.append((line, f"{dotted(path)}: {e}"))
+        out.refuse(path, line, str(e))
         return None
 
 
