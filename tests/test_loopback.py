@@ -63,7 +63,8 @@ def test_a_cluster_of_ones_own_listens_on_loopback_and_is_private(tmp_path: Path
     short = Path(f"/tmp/w{os.getpid()}")
     short.mkdir(mode=0o755)
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    env |= {"HOME": str(tmp_path), "RAY_TMPDIR": str(short), "PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    env |= {"HOME": str(tmp_path), "RAY_TMPDIR": str(short), "PYTHONPATH": path}
     try:
         done = subprocess.run(
             [sys.executable, "-c", CLUSTER], env=env, capture_output=True, text=True, timeout=300, check=False
