@@ -24,6 +24,7 @@ import pytest
 import whet
 from codecs_numbers import Numbers
 from forked import Started
+from jumping import go
 from test_loop import SIZE, TASKS, toy
 from test_staleness import run as small_run
 from whet.checkpoint import copied
@@ -245,6 +246,34 @@ def test_an_error_of_a_free_explorer_reaches_the_trainer() -> None:
     run.buffer.put = broken  # type: ignore[method-assign]
     with pytest.raises(WhetError, match="the disk is full"):
         run.go()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_wait_for_groups_begins_anew_with_episodes_whose_host_was_lost(lost: int) -> None:
+    """Each group takes 100 s, and a wait for one 80 s: rollout.timeout_s=20 and a minute. After 50 s a host is lost, so
+    the episodes began anew with all of their time; without that nothing explains the 100 s."""
+    run = toy(mode="asynchronous", steps=1)
+    play, restarts = run.explorer.play, [0]
+
+    async def slow(tasks: Any) -> Any:
+        await asyncio.sleep(50.0)
+        restarts[0] += lost
+        await asyncio.sleep(50.0)
+        return await play(tasks)
+
+    run.explorer.play, run.explorer.restarts = slow, lambda: restarts[0]
+
+    async def story() -> int:
+        try:
+            return len(await run.explorer.collect(0, 0))
+        finally:
+            await run.explorer.close()
+
+    if lost:
+        assert go(story()) == TASKS
+    else:
+        with pytest.raises(WhetError, match="waited 80 s for a group of rollouts and timed out"):
+            go(story())
 
 
 def test_a_free_step_that_cannot_be_filled_says_so() -> None:

@@ -158,6 +158,9 @@ def test_an_explorer_fills_the_steps_of_its_config_and_knows_nothing_of_a_learne
     assert len({c.sampling.key for c in at.engine.calls}) == len(at.engine.calls)
     assert explorer.slots.count() == 3
     assert (explorer.explored, explorer.state()["tasks"]) == (8, {"drawn": 8})
+    lost: dict[str, Any] = {"env": SimpleNamespace(restarted=2), "other": SimpleNamespace(restarted=1)}
+    at.models.environments._hosts |= lost
+    assert explorer.restarts() == 3, "episodes that began anew"
 
 
 def test_a_task_may_have_a_slot_of_every_engine_that_there_is_now() -> None:

@@ -70,6 +70,8 @@ class Explorer:
     """The groups of a step that are trained on, and the others, where more are sampled."""
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around the sampling of a step that is trained at once: `NativeEngine.keeping`, where the update reuses it."""
+    restarts: Callable[[], int] = lambda: 0
+    """Episodes that began anew so far, since their environments' host was lost. A wait for groups does so, too."""
     checks_failures: bool = True
     """Too many unscored rollouts end the run here; not where the trainer of another process sorts them out."""
     in_flight: InFlight = field(init=False)
@@ -145,8 +147,7 @@ class Explorer:
         """Wait until the rollouts in flight are over, with all their turns, of which an engine would finish one. Their
         rewards need not be there. With the door held, else others begin."""
         if self.in_flight.begun:
-            over = self.slots.over(self.in_flight.begun)
-            await self.context.monitor.wait(over, "the rollouts in flight", within=self.group_deadline)
+            await self.wait_for_groups(self.slots.over(self.in_flight.begun), "the rollouts in flight")
 
     # -- sampling
 
@@ -249,7 +250,7 @@ class Explorer:
         seen: list[object] = []
 
         def progress() -> object:
-            if (now := [store.progress() for store in self.stores]) != seen:
+            if (now := [self.restarts(), *(store.progress() for store in self.stores)]) != seen:
                 seen[:] = now
                 monitor.watch.beat(what)
             return now
@@ -429,7 +430,7 @@ async def asynchronous(explorer: Explorer, step: int, version: int) -> int:
     buffer.begin(version)
     while not buffer.ready:
         news = buffer.news(buffer.changes)
-        await explorer.context.monitor.wait(news, "a group of rollouts", within=explorer.group_deadline)
+        await explorer.wait_for_groups(news, "a group of rollouts")
         if buffer.unused > cfg.max_refills * buffer.groups_per_step:
             raise explorer.unfilled(step, buffer.unused + buffer.there)
         buffer.begin(version)
@@ -495,6 +496,7 @@ def explorer_into(
         rewards=rewards,
         buffer=buffer,
         slots=slots,
+        restarts=lambda: models.environments.restarts,
         choose=chooser(
             context.plan.algorithm,
             context.plan.own_tasks_per_step,

@@ -123,6 +123,11 @@ class Environments:
         if self._journal is not None:
             self._journal.drop(stage, step)
 
+    @property
+    def restarts(self) -> int:
+        """Episodes that began anew so far because their host was lost."""
+        return sum(hosts.restarted for hosts in self._hosts.values())
+
     def timings(self) -> Metrics:
         """Since the last call: hosts that were replaced, episodes that began anew because of that, answers that came
         from the journal, those that the journal had for another question, and what environments asked of the run.
