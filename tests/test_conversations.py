@@ -388,11 +388,12 @@ def test_both_replies_of_a_pair_follow_the_same_prompt(tmp_path, tokenizer):
             r"column 'messages' holds messages with `from` and `value` \(ShareGPT\); expected role and content",
         ),
         ([{"role": "user", "content": None}], "expected messages whose role and content are text"),
+        (talk("<image>a", "b"), "column 'images' holds what <image> in the prompt stands for"),
     ],
 )
 def test_conversations_that_cannot_be_learned_are_named(messages, says, tmp_path, tokenizer):
     with pytest.raises(DataError, match=says):
-        stream(tokenizer, written(tmp_path, {"messages": messages}))
+        stream(tokenizer, written(tmp_path, {"messages": messages, "images": ["x.png"]}))
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path, tokenizer):

@@ -448,6 +448,21 @@ def message(**kw):
         ({"prompt": ["x"]}, {}, "line 2: column 'prompt' holds str 'x'; expected messages"),
         (message(content=None), {}, "line 2: column 'prompt' holds dict"),
         (message(tool_calls=[1]), {}, "line 2: .*a message of 'user' has calls or reasoning of an assistant"),
+        (
+            message(content=[{"type": "image"}]),
+            {},
+            "line 2: .*expected messages whose role and content are text",
+        ),
+        (
+            {"prompt": "<image>x", "images": ["x.png"]},
+            {},
+            "line 2: column 'images' holds what <image> in the prompt stands for, and whet trains on text alone",
+        ),
+        (
+            message(content="x<video>") | {"video": "x.mp4"},
+            {},
+            "line 2: column 'video' holds what <video> in the",
+        ),
         (message(), {"template": "{prompt}"}, "line 2: .*the source's template is for plain text"),
         (message(role="system"), {"system_prompt": "s"}, "line 2: .*already has a system message"),
         ({"prompt": "x", "response": 1}, {}, "line 2: column 'response' holds int 1; expected text, or"),
@@ -466,6 +481,26 @@ def test_bad_rows_are_named_with_their_line_and_column(row, source, says, tmp_pa
     path = write(tmp_path / "a.jsonl", [good, row])
     with pytest.raises(DataError, match=says):
         stream(tokenizer, SourceConfig(path=path, **source))
+
+
+def test_a_medium_is_found_where_no_more_columns_are_read_than_are_named(tmp_path, tokenizer):
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist([{"prompt": "<image>x", "response": "a", "image": "x.png"}]), path)
+    with pytest.raises(DataError, match="column 'image' holds what <image> in the prompt stands for"):
+        TaskStream(
+            [SourceConfig(path=path)], DataConfig(), tokenizer=tokenizer, seed=0, learned="demonstrations"
+        )
+
+
+def test_a_medium_without_a_place_in_the_prompt_is_a_column_as_others_and_a_place_without_one_is_text(
+    tmp_path, tokenizer
+):
+    rows = [{"prompt": "x", "images": ["x.png"]}, {"prompt": "x<image>", "images": []}]
+    tasks = stream(tokenizer, SourceConfig(path=write(tmp_path / "a.jsonl", rows))).next(2)
+    assert sorted((task.prompt, task.extra["images"]) for task in tasks) == [
+        ("x", ["x.png"]),
+        ("x<image>", []),
+    ]
 
 
 def test_a_bad_row_of_a_parquet_file_is_told_with_all_its_columns(tmp_path, tokenizer):

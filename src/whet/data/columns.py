@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -39,6 +39,9 @@ _OPTIONAL = ("enable_thinking",)
 
 PER_ROW = ("label", "system_prompt_column")
 """Those of them that a row may lack though they were named, since the source has a value for such rows."""
+
+MEDIA = {f"<{kind}>": (f"{kind}s", kind) for kind in ("image", "video", "audio")}
+"""Places of media in prompts, and the columns that have what stands there, as in the data sets of verl and others."""
 
 
 class Fields(NamedTuple):
@@ -101,7 +104,7 @@ def used(source: SourceConfig) -> tuple[str, ...] | None:
     """The columns that `parse` reads, nested ones with those they are in: for reading no more than these. None: all."""
     if is_asked_by_env(source):
         return None
-    names = (*_all_named(source), *source.expect)
+    names = (*_all_named(source), *source.expect, *chain(*MEDIA.values()))
     return tuple(c for n in names for c in dict.fromkeys((n, n.partition(".")[0])))
 
 
@@ -136,6 +139,7 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
         response = _reply(_optional(row, source, "response"), source.response, asked=asked)
     if asked == () and not system:
         raise DataError("the row has neither a prompt nor a system message, and the source has none for it")
+    _refuse_media(row, asked)
     as_it_is = asked == "" or token_ids
     prompt = (
         asked if as_it_is else as_prompt(asked, chat=chat, system=system, reply_prefix=source.reply_prefix)
@@ -168,6 +172,17 @@ def _check_expected(row: Row, expected: Mapping[str, Json]) -> None:
             raise DataError(
                 f"column {column!r} is {given!r}, and the source expects {value!r} (`expect`): put such rows into a "
                 "source of their own"
+            )
+
+
+def _refuse_media(row: Row, asked: Prompt) -> None:
+    """A prompt with the place of a medium that the row has is never asked without it."""
+    text = asked if isinstance(asked, str) else "".join(message.content for message in asked)
+    for place, columns in MEDIA.items():
+        if place in text and (column := next((name for name in columns if row.get(name)), None)) is not None:
+            raise DataError(
+                f"column {column!r} holds what {place} in the prompt stands for, and whet trains on text alone: use "
+                f"rows of text, or leave the column out to ask with {place} as it stands (`function: FILE.py:NAME`)."
             )
 
 
