@@ -145,14 +145,25 @@ def test_rollouts_that_are_given_up_while_others_are_scored_are_extra(
     assert monitor.extra_tokens == engine.given == 4 + 2 * scored
 
 
-@pytest.mark.parametrize(("tokens", "said"), [(0, ""), (12, "; 12 sampled tokens are in none of them")])
-def test_an_explorer_in_a_process_of_its_own_tells_them_at_its_end(tokens: int, said: str) -> None:
-    """The trainer writes the metrics, and has no account of what its explorers sampled in vain."""
+@pytest.mark.parametrize(
+    ("tokens", "restarts", "said"),
+    [
+        (0, 0, ""),
+        (12, 0, "; 12 sampled tokens are in none of them"),
+        (0, 2, "; 2 episodes began anew, as the hosts of their environments were lost"),
+    ],
+)
+def test_an_explorer_in_a_process_of_its_own_tells_them_at_its_end(
+    tokens: int, restarts: int, said: str
+) -> None:
+    """The trainer writes the metrics, and has no account of what its explorers sampled in vain or began anew."""
     messages, double = list[str](), cast(Any, None)
     display = SimpleNamespace(phase=lambda name: None, message=messages.append)
     monitor = Monitor("rl", cast(Any, display), double, double)
     monitor.sampled_beside(tokens)
-    explorer = SimpleNamespace(context=SimpleNamespace(monitor=monitor, stopping=True, name="rl"))
+    explorer = SimpleNamespace(
+        context=SimpleNamespace(monitor=monitor, stopping=True, name="rl"), restarts=lambda: restarts
+    )
     queue = SimpleNamespace(count=3)
     weights = cast(Any, SimpleNamespace(transport=SimpleNamespace(root=Path("run/weights"))))
     asyncio.run(follow(cast(Any, explorer), cast(Any, queue), weights, code={}, at=lambda version: None))

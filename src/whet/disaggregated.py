@@ -279,7 +279,10 @@ async def follow(
                 f"{queue.count} groups, {rate:.3g}/s, weights version {version}{_extra(monitor)}"
             )
         await asyncio.sleep(LOOK_S)
-    monitor.display.message(f"explored {queue.count} groups of stage {context.name!r}{_extra(monitor)}")
+    told = _extra(monitor)
+    if lost := explorer.restarts():
+        told += f"; {lost} episodes began anew, as the hosts of their environments were lost"
+    monitor.display.message(f"explored {queue.count} groups of stage {context.name!r}{told}")
 
 
 def _extra(monitor: Monitor) -> str:
