@@ -24,6 +24,7 @@ from whet.config.schema import EnvironmentConfig
 from whet.envs import hosts as hosts_module
 from whet.envs.env import (
     EnvBroken,
+    EnvRestarted,
     EnvStep,
     MakeEnv,
     World,
@@ -37,7 +38,7 @@ from whet.rollout.episode import MOST_CHATS, play_groups
 from whet.rollout.limits import EpisodeLimits
 from whet.rollout.scripted import ScriptedEngine
 from whet.seeds import key, rollout_key
-from whet.types import Json, Message, Rollout, Sampling, Task, WhetError
+from whet.types import Group, Json, Message, Rollout, Sampling, Task, WhetError
 
 ZOO = '''
 import asyncio
@@ -507,6 +508,34 @@ def test_the_traceback_of_an_environment_in_a_host_stands_in_the_log_once(
     assert caplog.text.count("aborted: env raised ValueError: broken") == 2
     assert len(re.findall(r'File ".*zoo\.py", line \d+, in step', caplog.text)) == 1
     assert caplog.text.count("environment: ValueError: broken") == 1
+
+
+def test_few_hosts_of_their_own_are_played_in_at_once_and_a_wait_for_one_is_no_time_of_the_rollout() -> None:
+    """A host has ended while all six episodes ran code. Each takes 5 s of 8, in a host of its own, of which there are
+    two at once: the last ones wait for 10 s."""
+    inside, most = 0, 0
+
+    class Suspected(Sums):
+        async def first(self) -> list[Message]:
+            nonlocal inside, most
+            if not self.world.alone:
+                raise EnvRestarted("its host ended", suspect=True)
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(5.0)
+            inside -= 1
+            return await super().first()
+
+    async def story() -> list[Group]:
+        return await play_groups(
+            scripted(), [task(10 + n) for n in range(6)], group_size=1, sampling=Sampling(max_tokens=20), seed=3,
+            purpose="train", decode=str, end_token_ids=[END], timeout_s=8.0, codec=Numbers(), make_env=Suspected,
+            alone=asyncio.Semaphore(2),
+        )  # fmt: skip
+
+    found = {group.task.uid: group.rollouts[0] for group in go(story())}
+    assert most == 2
+    assert found == play(Sums, 6)
 
 
 class Rewrites:

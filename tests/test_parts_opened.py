@@ -29,6 +29,7 @@ from whet.config.plan import plan as make_plan
 from whet.config.schema import Config, RewardConfig, RewardWorkersConfig
 from whet.context import Context
 from whet.data.tokenizer import build as build_tokenizer
+from whet.envs import opened
 from whet.explorer import open_explorer, queue_name
 from whet.job import Models, Records, open_saver
 from whet.learner import Learned, open_learner
@@ -161,6 +162,20 @@ def test_an_explorer_fills_the_steps_of_its_config_and_knows_nothing_of_a_learne
     lost: dict[str, Any] = {"env": SimpleNamespace(restarted=2), "other": SimpleNamespace(restarted=1)}
     at.models.environments._hosts |= lost
     assert explorer.restarts() == 3, "episodes that began anew"
+
+
+def test_all_that_an_explorer_plays_has_the_same_few_hosts_of_their_own(
+    tmp_path: Path, rewards: RewardSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened, "EnvHosts", lambda env, imports: SimpleNamespace(make=None, restarted=0))
+    (tmp_path / "mine.py").write_text("class Mine: ...")
+    env = {"make": f"{tmp_path}/mine.py:Mine", "observation_tokens": 4}
+    at = given(tmp_path, rollout={"group_size": 2, "sampling": {"max_tokens": 4}, "env": env})
+    stream: Any = Worded()
+    explorer = open_explorer(at.context, at.models, stream, rewards, fingerprint={})
+    places = [play.keywords["alone"] for play in (explorer.play, explorer.play_greedy)]  # type: ignore[attr-defined]
+    assert places[0] is places[1]
+    assert places[0]._value == opened.MOST_ALONE
 
 
 def test_a_task_may_have_a_slot_of_every_engine_that_there_is_now() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+MOST_ALONE = 16
+"""Episodes at once that are played in hosts of their own. Each that ran code when its host ended gets one; if the host
+ended for lack of memory, as many hosts as it had episodes would need more."""
 
 
 def silent(task: Task, world: World) -> Env:
@@ -56,6 +61,7 @@ class Environments:
         self._told = Counter[str]()
         self._said: set[str] = set()
         """What was logged of chat templates."""
+        self._alone = asyncio.Semaphore(MOST_ALONE)
 
     def arguments(
         self,
@@ -95,7 +101,13 @@ class Environments:
             make = journaled(make, self._journal, what, counts=self._counts, repeated=repeated)
         if self._work is None or self._work.rewards is not rewards:
             self._work = RunWork(rewards, cfg, self._counts)
-        return {"make_env": make, "make_work": self._work.of, "codec": codec, "has_env": has_env(env)}
+        return {
+            "make_env": make,
+            "make_work": self._work.of,
+            "codec": codec,
+            "has_env": has_env(env),
+            "alone": self._alone,
+        }
 
     def _say(self, form: str, said: str) -> None:
         """Log it once."""

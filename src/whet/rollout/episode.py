@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from whet.envs.env import (
 from whet.guard.foreign import MOST_SAID, describe, number, words
 from whet.rollout.engine import RolloutEngine
 from whet.rollout.growing import Growing
-from whet.rollout.limits import EpisodeLimits
+from whet.rollout.limits import EpisodeLimits, chat_sampling
 from whet.rollout.pace import Pace
 from whet.rollout.requests import Decode, check_reply, ends_of
 from whet.seeds import key, rollout_key
@@ -121,6 +121,8 @@ class Play:
     has_env: Callable[[Task], bool]
     limits: EpisodeLimits
     pace: Pace
+    alone: AbstractAsyncContextManager[None]
+    """Around each attempt whose environment gets a process of its own: there are only so many at once."""
 
 
 @dataclass
@@ -254,6 +256,7 @@ async def play_groups(
     codec: Codec | None = None,
     has_env: Callable[[Task], bool] = lambda task: True,
     limits: EpisodeLimits | None = None,
+    alone: AbstractAsyncContextManager[None] | None = None,
     ended: Callable[[Task], object] = lambda task: None,
     extra: Callable[[int], object] = lambda tokens: None,
 ) -> list[Group]:
@@ -264,10 +267,10 @@ async def play_groups(
     prompt, and the environment answers every reply, within the `limits`; `make_work` makes what it may ask of the run
     beside replies. has_env: whether a task has an environment at all; else its rollouts are one reply, too. A rollout
     that raises or takes longer than `timeout_s` (or than `pace` allows) is retried `retries` times; then it ends as
-    `abort`, with its finished turns and the reason in `error`. It never affects other rollouts. ended: called with its
-    task when a rollout is over. extra: called with the number of sampled tokens that are in no rollout that is
-    returned: of attempts before the last, or of all where the call is cancelled. Raises EnvBroken if environments
-    cannot be played any more.
+    `abort`, with its finished turns and the reason in `error`. It never affects other rollouts. alone: entered for each
+    attempt whose environment gets a process of its own. ended: called with its task when a rollout is over. extra:
+    called with the number of sampled tokens that are in no rollout that is returned: of attempts before the last, or of
+    all where the call is cancelled. Raises EnvBroken if environments cannot be played any more.
     """
     if make_env is not None and codec is None:
         raise ValueError("make_env needs a codec, which encodes the environment's messages as tokens")
@@ -282,24 +285,27 @@ async def play_groups(
         has_env=has_env,
         limits=limits or EpisodeLimits(),
         pace=pace or Pace(timeout_s),
+        alone=alone or nullcontext(),
     )
 
     sampled = 0
 
     async def one(task: Task, index: int) -> Rollout:
         nonlocal sampled
-        lost, alone, tried = 0, False, 0
+        lost, by_itself, tried = 0, False, 0
 
         def key_of(fork: Fork) -> int:
             return rollout_key(seed, task.uid, index, purpose=purpose, fork=fork)
 
         while True:
-            episode = Episode(task, index, by_source.get(task.source, sampling), key_of, alone, tried)
+            episode = Episode(task, index, by_source.get(task.source, sampling), key_of, by_itself, tried)
             try:
-                rollout = await _finish(episode, play)
+                # a wait to enter is no time of the rollout
+                async with play.alone if by_itself else nullcontext():
+                    rollout = await _finish(episode, play)
             except EnvRestarted as error:  # of another episode, as far as is known: not a try of this one
                 lost += 1
-                alone = alone or error.suspect or lost == MOST_LOST
+                by_itself = by_itself or error.suspect or lost == MOST_LOST
                 continue
             finally:
                 sampled += sum(sum(strand.mask) for strand in episode.strands.values())
@@ -585,16 +591,3 @@ async def _chat(
     episode.strands[fork] = strand
     begun = messages[-1].content if messages and messages[-1].role == "assistant" else ""
     return play.codec.parse_reply(reply, begun=begun)
-
-
-def chat_sampling(sampling: Sampling, settings: Mapping[str, Json]) -> Sampling:
-    """The sampling of a `world.chat` with settings of its own. ValueError for one that is not allowed."""
-    most, stop = settings.get("max_tokens", sampling.max_tokens), settings.get("stop", sampling.stop)
-    if type(most) is not int or not 1 <= most <= sampling.max_tokens:
-        raise ValueError(
-            f"world.chat max_tokens={most!r}; expected 1 to {sampling.max_tokens}, the longest reply of the rollout's "
-            "source"
-        )
-    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"world.chat stop={stop!r}; expected a list of texts")
-    return replace(sampling, max_tokens=most, stop=tuple(stop))

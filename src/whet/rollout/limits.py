@@ -3,12 +3,14 @@ says; each names its stop reason."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from whet.config.deadlines import setup_s
 from whet.config.evaluation import longest_rollout
 from whet.config.schema import Config
+from whet.types import Json, Sampling
 
 MaxTokensPer = Literal["rollout", "turn"]
 """What `sampling.max_tokens` limits."""
@@ -60,3 +62,16 @@ def limits_of(cfg: Config) -> EpisodeLimits:
     return EpisodeLimits(
         **env, max_total_tokens=cfg.data.max_total_tokens if given is None else longest_rollout(cfg)
     )
+
+
+def chat_sampling(sampling: Sampling, settings: Mapping[str, Json]) -> Sampling:
+    """The sampling of a `world.chat` with settings of its own. ValueError for one that is not allowed."""
+    most, stop = settings.get("max_tokens", sampling.max_tokens), settings.get("stop", sampling.stop)
+    if type(most) is not int or not 1 <= most <= sampling.max_tokens:
+        raise ValueError(
+            f"world.chat max_tokens={most!r}; expected 1 to {sampling.max_tokens}, the longest reply of the rollout's "
+            "source"
+        )
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"world.chat stop={stop!r}; expected a list of texts")
+    return replace(sampling, max_tokens=most, stop=tuple(stop))
