@@ -437,20 +437,33 @@ def test_close_ends_every_wait_with_a_reason() -> None:
 
 
 def test_the_turns_of_a_session_go_to_one_replica_while_it_lives_and_elsewhere_when_it_dies() -> None:
+    """Each turn has another prompt. Meanwhile the session's replica has other work, so all others have less to do."""
+
+    async def slow(prompt: list[int], sampling: Sampling, version: int) -> list[int]:
+        await asyncio.sleep(0.1 if prompt == [50] else 0.001)
+        return tokens(prompt, sampling, version)
+
     async def story() -> None:
-        crew = Crew(4, restarts=0)
+        crew = Crew(4, lambda: Faulty(ScriptedEngine(slow)), restarts=0)
+        places: dict[str, list[int]] = {}
+        work: list[asyncio.Task[Completion]] = []
 
         async def turn(session: str, n: int) -> int:
-            """The number of the replica that served it: each turn has another prompt, and there is other work."""
+            """The number of the replica that served it."""
             before = [len(e.served) for e in crew.engines]
             await reply(crew.router, [n + 1, len(session)], Sampling(key=n, max_tokens=3), session=session)
             return next(i for i, e in enumerate(crew.engines) if len(e.served) > before[i])
 
-        noise = asyncio.create_task(ask(crew.router, [([50], Sampling(key=6, max_tokens=2))] * 9))
-        await asyncio.sleep(0)
-        places = {name: [await turn(name, n) for n in range(6)] for name in ("a", "bb", "ccc")}
+        for name in ("a", "bb", "ccc"):
+            places[name] = [await turn(name, 0)]
+            asked = reply(crew.router, [50], Sampling(max_tokens=2), session=name)
+            work.append(asyncio.create_task(asked))
+            await asyncio.sleep(0)
+            places[name] += [await turn(name, n) for n in range(1, 6)]
+        assert not any(asked.done() for asked in work)
         assert all(len(set(seen)) == 1 for seen in places.values()), places
-        await noise
+        assert len({seen[0] for seen in places.values()}) == 3, "each session began where there was no work"
+        await asyncio.gather(*work)
         home = places["a"][0]
         crew.engines[home].fault = "raise-generate"
         after = [await turn("a", n) for n in range(6, 12)]
