@@ -16,6 +16,7 @@ from native_cases import BASE, CASES, LATER
 from observed import Watcher
 from swept import except_for
 from test_dead_native import make_models, place, tree_of
+from whet.config.resuming import class_of
 from whet.types import Json
 
 STEPS = 4
@@ -65,11 +66,14 @@ def watcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watcher]:
     made.close()
 
 
-def config_of(watcher: Watcher, names: Sequence[str], staleness: int) -> dict[str, Json]:
+def config_of(
+    watcher: Watcher, names: Sequence[str], staleness: int, *, around: str | None = None
+) -> dict[str, Json]:
     """The keys' cases with their other values: at least STEPS steps, a checkpoint after each. staleness: steps that are
-    sampled ahead, where no case says."""
-    later = ["train.steps=2"] if LATER & {*names} else []
-    contexts = "; ".join([*later, *(CASES[name][0] for name in names if CASES[name][0])])
+    sampled ahead, where no case says. around: a key whose case is set up without its value."""
+    said = [*names, *([around] if around else [])]
+    later = ["train.steps=2"] if LATER & {*said} else []
+    contexts = "; ".join([*later, *(CASES[name][0] for name in said if CASES[name][0])])
     tree = tree_of(watcher, contexts, *((place(name), CASES[name][1]) for name in names))
     train = tree.setdefault("train", {})
     if train.get("steps") is not None:
@@ -118,6 +122,26 @@ def test_keys_together_are_resumed_or_refused(watcher: Watcher, number: int) -> 
     whole = watcher.record(tree)
     if "refused" not in whole:  # about a third contradict one another
         assert lasting(watcher.resumed(tree, {})) == lasting(whole)
+
+
+PLACES = ("name", "run_dir", "dirs.")
+FREE = [name for name in NAMES if class_of(tuple(name.split("."))) == "free" and not name.startswith(PLACES)]
+"""Without those that say where files are: another run begins there, or files that are there must not be left."""
+
+
+@pytest.mark.parametrize("name", except_for(lambda name: FREE.index(name) % 16 == 0, FREE))
+def test_a_free_key_that_has_another_value_after_a_resume_changes_no_weight(
+    watcher: Watcher, name: str
+) -> None:
+    """Weights and the state of the optimizer, in every later checkpoint that both runs have."""
+    tree, whole_tree = config_of(watcher, [], 0, around=name), config_of(watcher, [name], 0)
+    whole = watcher.record(tree)
+    assert "refused" not in whole, whole
+    changed = watcher.resumed(tree, whole_tree)
+    assert "refused" not in changed, changed
+    compared = [at for at in {*whole} & {*changed} if "/checkpoints/" in at and "/policy/" in at]
+    assert len({at.partition("/policy/")[0] for at in compared}) > 1, "later ones, too"
+    assert {at: whole[at] for at in compared} == {at: changed[at] for at in compared}
 
 
 CUT = [name for name in NAMES if not any(word in name for word in ("micro", "float8", "dtype"))]
