@@ -186,7 +186,9 @@ def test_an_explorer_that_may_be_killed_has_told_them_before(monkeypatch: pytest
             return bool(messages)
 
     explorer = SimpleNamespace(
-        context=UntilTold(monitor=monitor, name="rl"), in_flight=SimpleNamespace(playing=())
+        context=UntilTold(monitor=monitor, name="rl"),
+        in_flight=SimpleNamespace(playing=()),
+        restarts=lambda: 0,
     )
     queue = SimpleNamespace(count=3, broken=None, store=SimpleNamespace(noted=lambda name: None))
     weights = cast(Any, SimpleNamespace(newer=lambda: None, receiver=SimpleNamespace(version=2)))

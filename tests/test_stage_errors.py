@@ -167,7 +167,7 @@ def test_foreign_stages_keep_their_place_and_keys(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(tree | {"stages": stages}))
     with pytest.raises(ConfigError) as caught:
         plans(load(file))
-    assert "stages[1]: trainer.total_steps: got 0, expected" in str(caught.value)
+    assert "stages[1].trainer.total_steps: got 0, expected" in str(caught.value)
     assert str(caught.value).count("stages[1]") == 1
 
 
