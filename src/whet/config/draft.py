@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from whet.config.faults import faults, named, place_of_override, shown
 from whet.config.interpolate import interpolate
-from whet.config.keys import TABLES, Path, did_you_mean, dotted, is_open, lookup
+from whet.config.keys import TABLES, Path, did_you_mean, dotted, is_open, lookup, suggest
 from whet.config.parse import parse_override
 from whet.config.schema import Config
 from whet.config.shorthand import expanded
@@ -91,7 +91,7 @@ class Draft:
             return f"no stage {path[1]!r}; stages: {', '.join(stage_names(self.tree)) or 'none'}"
         unknown = _unknown(path)
         if unknown:
-            return f"unknown key{of_another(dotted(path)) or did_you_mean(unknown)}"
+            return f"unknown key{of_another(dotted(path), suggest(unknown)) or did_you_mean(unknown)}"
         for n in range(1, len(path)):
             around, part = get(self.tree, path[:n]), path[n]
             if isinstance(around, list) and not (isinstance(part, int) and part < len(around)):

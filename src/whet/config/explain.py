@@ -21,7 +21,7 @@ from whet.config.engines import NOT_BUILT
 from whet.config.facts import NAMED
 from whet.config.faults import mismatch, shown
 from whet.config.forms import OPEN_NAMES
-from whet.config.keys import Key, did_you_mean, dotted, lookup
+from whet.config.keys import Key, did_you_mean, dotted, lookup, suggest
 from whet.config.parse import parse_override
 from whet.config.rules import visible_when
 from whet.config.settings import line_of
@@ -150,7 +150,7 @@ def _find(name: str) -> Key:
     found = lookup(_with_entries(path))
     if found is None:
         wrong = next(path[:n] for n in range(1, len(path) + 1) if lookup(_with_entries(path[:n])) is None)
-        raise ConfigError(f"'{name}' is not a key{of_another(name) or did_you_mean(wrong)}")
+        raise ConfigError(f"'{name}' is not a key{of_another(name, suggest(wrong)) or did_you_mean(wrong)}")
     return found
 
 

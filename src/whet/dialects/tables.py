@@ -346,12 +346,13 @@ def _nearest(known: Mapping[str, Sequence[VersionRange]], key: str) -> Sequence[
     return next((known[name] for name in names if name in known), ())
 
 
-def of_another(key: str) -> str:
+def of_another(key: str, near: Sequence[str]) -> str:
     """Of a name that is no key of whet: the system that has a key of this name and the native keys it becomes, as the
-    end of a sentence; '' for a key of none. A name without a section says too little of where it is from."""
+    end of a sentence; '' for a key of none, and where one of these is `near`, which is suggested then. A name without a
+    section says too little of where it is from."""
     for system in DOCUMENTS if "." in key else ():
         row = next((each for each in table_rows.rows(system) if each.key == key), None)
-        if row is not None:
+        if row is not None and not {*near} & {*row.native}:
             becomes = ", ".join(row.native) or "no key"
             return (
                 f"; it is a key of {system}, and becomes {becomes}: `whet keys --dialect {system}` says how, and "
