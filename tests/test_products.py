@@ -356,6 +356,18 @@ def test_the_digest_is_the_one_of_all_processors_with_fused_multiply_add() -> No
     assert arithmetic(kernels.load("torch")).digest != PORTABLE
 
 
+@COMPILED
+def test_the_products_of_a_process_are_chosen_by_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that asks for them while they are tested would begin the test anew, some hundred times."""
+    tested: list[object] = []
+    obeys = products._obeys
+    monkeypatch.setattr(products, "_obeys", lambda multiply: tested.append(multiply) or obeys(multiply))
+    for cached in (products.chosen, products.rounds, products._half_by):
+        cached.cache_clear()
+    assert products.chosen().lawful
+    assert len(tested) == 1
+
+
 SAY = """
 from whet.models import kernels
 from whet.models.arithmetic import arithmetic
