@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tracemalloc
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rich.console import Console
 from test_strands import GROUPS, divided, episodes, forked, rollout, strand, unique
 from whet.batch import pack
 from whet.buffer.groups import decode, encode, read, write
+from whet.rollout.growing import Growing
 from whet.seeds import key, rollout_key, uniforms
 from whet.track import show
 from whet.track.batches import to_table
@@ -26,7 +28,7 @@ from whet.track.record import RunDirectory, to_parquet
 from whet.track.written import ROLLOUTS, read_rollouts
 from whet.training.balance import deal
 from whet.training.micro_batches import MicroBatchLimits
-from whet.types import TOKEN_TYPES, DataError, Group, Rollout, Strand, Task, Turn
+from whet.types import TOKEN_TYPES, Completion, DataError, Group, Rollout, Strand, Task, Turn, VersionSpan
 
 TWO = (
     strand([5, 6, 7, 8], [0, 0, 1, 1], turns=(Turn(2, 4, "stop", 0.5),)),
@@ -75,6 +77,37 @@ def test_a_token_of_a_strand_has_17_bytes() -> None:
         arrays = [getattr(s, name) for name in TOKEN_TYPES]
         assert sum(x.nbytes for x in arrays) == 17 * len(s.token_ids)
         assert not any(x.flags.writeable for x in arrays)
+
+
+def test_a_token_of_a_strand_that_is_being_sampled_has_17_bytes_too() -> None:
+    turns, count = 40, 500
+
+    def reply(turn: int) -> Completion:
+        ids, told = list(range(1000, 1000 + count)), [-(turn + 1) / (n + 1) for n in range(count)]
+        return Completion(
+            token_ids=ids,
+            logprobs=told,
+            sample_logprobs=told,
+            spans=(VersionSpan(turn, 0, count),),
+            finish_reason="stop",
+        )
+
+    tracemalloc.start()
+    try:
+        strand = Growing(range(1000, 1000 + count), key=0)
+        for turn in range(turns):
+            strand.add_completion(reply(turn))
+            strand.add_observation(range(2000, 2000 + count))
+        held, tokens = tracemalloc.get_traced_memory()[0], len(strand.token_ids)
+    finally:
+        tracemalloc.stop()
+    # Arrays that grow hold an eighth more than they need; a turn is an object.
+    assert held / tokens < 17 * 9 / 8 + 1
+    done = strand.strand()
+    assert (done.mask.sum(), len(done.token_ids)) == (strand.sampled, tokens) == (turns * count, 81 * count)
+    first = slice(count, 2 * count)
+    assert done.logprobs[first].tolist() == np.array(reply(0).logprobs, np.float32).tolist()
+    assert np.unique(done.versions).tolist() == [-1, *range(turns)]
 
 
 def decode_all(groups: list[Group]) -> list[Group]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -151,7 +152,7 @@ class Episode:
     `world.chat` in a turn."""
     chats: int = 0
     """Calls of `world.chat`, those under way among them."""
-    replies: list[list[int]] = field(default_factory=list)
+    replies: list[array[int]] = field(default_factory=list)
     """The sampled tokens of each turn, without end tokens."""
     seconds: list[tuple[float, float]] = field(default_factory=list)
     """Of each turn: how long the reply was sampled, and how long the environment took."""
@@ -163,12 +164,12 @@ class Episode:
     """The same of its further numbers, by name."""
 
     def __post_init__(self) -> None:
-        self.strand = self.begin((), list(self.task.token_ids))
+        self.strand = self.begin((), self.task.token_ids)
         """The one that the conversation continues."""
         self.prompt_tokens = len(self.task.token_ids)
         """Of the task, with the descriptions of the tools."""
 
-    def begin(self, fork: Fork, token_ids: list[int]) -> Growing:
+    def begin(self, fork: Fork, token_ids: Iterable[int]) -> Growing:
         """A strand that begins with these tokens."""
         self.strands[fork] = strand = Growing(token_ids, self.key_of(fork))
         return strand
@@ -176,7 +177,7 @@ class Episode:
     @property
     def sampled(self) -> int:
         """Sampled tokens of the conversation; forks of the environment have their own limit."""
-        return sum(sum(strand.mask) for fork, strand in self.strands.items() if fork[1:] in ((), (0,)))
+        return sum(strand.sampled for fork, strand in self.strands.items() if fork[1:] in ((), (0,)))
 
     def add_step(self, step: EnvStep) -> None:
         """The environment's numbers for the last turn."""
@@ -308,7 +309,7 @@ async def play_groups(
                 by_itself = by_itself or error.suspect or lost == MOST_LOST
                 continue
             finally:
-                sampled += sum(sum(strand.mask) for strand in episode.strands.values())
+                sampled += sum(strand.sampled for strand in episode.strands.values())
             tried += 1
             if rollout.error is None or tried > retries:
                 ended(task)
@@ -395,7 +396,7 @@ async def _converse(
     for turn in range(1, play.limits.max_turns + 1):
         reason = await _reply(episode, play)
         world.begin_turn()
-        episode.add_reply(codec.parse_reply(episode.replies[-1], episode.tools, episode.begun))
+        episode.add_reply(codec.parse_reply(episode.replies[-1].tolist(), episode.tools, episode.begun))
         with _environment_timed(episode):
             step = as_step(await env.step(episode.conversation[-1]))
         if step.fault is not None:
@@ -486,7 +487,7 @@ def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopRea
             "bad value: EnvStep with done=False, but without messages or a history; expected what the policy "
             "replies to, or done=True"
         )
-    strand, there = episode.strand, episode.strand.token_ids
+    strand, there = episode.strand, episode.strand.token_ids.tolist()
     before = episode.conversation if step.history is None else step.history
     conversation, whole = [*before, *step.messages], None
     if step.history is None:
@@ -500,7 +501,7 @@ def _observe(episode: Episode, play: Play, step: EnvStep, fork: Fork) -> StopRea
             )
         whole = play.codec.encode_prompt(conversation, episode.tools)
     extends = whole[: len(there)] == there
-    sampled = sum(strand.mask) if extends else 0 if step.history is not None else episode.sampled
+    sampled = strand.sampled if extends else 0 if step.history is not None else episode.sampled
     if len(whole) - sampled - episode.prompt_tokens > play.limits.observation_tokens:
         return "observations"
     if play.limits.input_tokens is not None and len(whole) > play.limits.input_tokens:
@@ -528,7 +529,7 @@ async def _close(env: Env) -> None:
 
 def _given(episode: Episode, strand: Growing) -> int:
     """Tokens of a strand that are neither sampled nor the task's prompt."""
-    return len(strand.mask) - sum(strand.mask) - episode.prompt_tokens
+    return len(strand.mask) - strand.sampled - episode.prompt_tokens
 
 
 def _left(episode: Episode, play: Play, length: int) -> int:
@@ -542,7 +543,7 @@ async def _reply(episode: Episode, play: Play) -> FinishReason:
     sampling = replace(episode.sampling, max_tokens=_left(episode, play, len(episode.strand.token_ids)))
     start = time.monotonic()
     completion, reply = await _sample(episode.strand, sampling, play, episode.session)
-    episode.replies.append(reply)
+    episode.replies.append(array("i", reply))
     episode.seconds.append((time.monotonic() - start, 0.0))
     return completion.finish_reason
 

@@ -2,56 +2,62 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable
+from math import nan
 
 import numpy as np
 
 from whet.types import Completion, ExpertIds, Strand, Turn
 
+NOT_SAMPLED, SAMPLED = array("b", [0]), array("b", [1])
+ZERO, UNKNOWN = array("f", [0.0]), array("f", [nan])
+NO_VERSION = array("i", [-1])
 
-@dataclass
+
 class Growing:
-    """A strand in the making."""
+    """A strand in the making: 17 bytes a token, as in `Strand`, so that long conversations may wait for their turns."""
 
-    token_ids: list[int]
-    key: int
-    """Of its random numbers."""
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sample_logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    experts: ExpertIds | None = None
-    """Of the tokens that the engine has computed so far, each as it was computed first."""
+    def __init__(self, token_ids: Iterable[int], key: int) -> None:
+        self.key = key
+        """Of its random numbers."""
+        self.token_ids = array("i")
+        self.mask = array("b")
+        self.logprobs = array("f")
+        self.sample_logprobs = array("f")
+        self.versions = array("i")
+        self.sampled = 0
+        """Tokens that the policy has sampled: the sum of the mask."""
+        self.turns: list[Turn] = []
+        self.experts: ExpertIds | None = None
+        """Of the tokens that the engine has computed so far, each as it was computed first."""
+        self.add_observation(token_ids)
 
-    def __post_init__(self) -> None:
-        self._fill(len(self.token_ids))
-
-    def add_observation(self, token_ids: list[int]) -> None:
+    def add_observation(self, token_ids: Iterable[int]) -> None:
         """Tokens that the policy did not sample."""
-        self.token_ids += token_ids
-        self._fill(len(token_ids))
+        start = len(self.token_ids)
+        self.token_ids.extend(token_ids)
+        count = len(self.token_ids) - start
+        self.mask.extend(NOT_SAMPLED * count)
+        self.logprobs.extend(ZERO * count)
+        self.sample_logprobs.extend(ZERO * count)
+        self.versions.extend(NO_VERSION * count)
 
     def add_completion(self, completion: Completion) -> None:
         """Tokens that it did."""
-        self.token_ids += completion.token_ids
-        self.mask += [1] * len(completion.token_ids)
-        unknown = [math.nan] * len(completion.token_ids)
-        self.logprobs += unknown if completion.logprobs is None else completion.logprobs
-        self.sample_logprobs += unknown if completion.sample_logprobs is None else completion.sample_logprobs
-        self.versions += completion.versions
+        count = len(completion.token_ids)
+        self.token_ids.extend(completion.token_ids)
+        self.mask.extend(SAMPLED * count)
+        self.logprobs.extend(UNKNOWN * count if completion.logprobs is None else completion.logprobs)
+        told = completion.sample_logprobs
+        self.sample_logprobs.extend(UNKNOWN * count if told is None else told)
+        self.versions.extend(completion.versions)
+        self.sampled += count
         if completion.experts is not None:
             before = completion.experts[:0] if self.experts is None else self.experts
             self.experts = np.concatenate((before, completion.experts[len(before) :]))
         end = len(self.token_ids)
-        self.turns.append(Turn(end - len(completion.token_ids), end, completion.finish_reason))
-
-    def _fill(self, count: int) -> None:
-        self.mask += [0] * count
-        self.logprobs += [0.0] * count
-        self.sample_logprobs += [0.0] * count
-        self.versions += [-1] * count
+        self.turns.append(Turn(end - count, end, completion.finish_reason))
 
     def strand(self) -> Strand:
         return Strand(
