@@ -248,8 +248,14 @@ def test_half_precision_travels_where_its_products_are_asked_of_whet() -> None:
     assert "cpu" not in own
     ops = kernels.load("compiled")
     assert {name: _digest(ops, getattr(torch, name)) for name in PORTABLE_HALVES} == PORTABLE_HALVES
-    kernels.load("auto")
-    assert not products._own_halves, "a later run of this process"
+    kernels.table("torch")
+    assert products.half_by(torch.bfloat16) == "tiles", (
+        "not asked by a run: an export, a layer that torch compiles"
+    )
+    for later in ("auto", "torch"):  # a later run of this process
+        kernels.load("compiled")
+        kernels.load(later)
+        assert not products._own_halves
 
 
 @pytest.mark.skipif(HERE.kernels != "compiled", reason=str(HERE))

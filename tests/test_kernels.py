@@ -414,11 +414,11 @@ def fresh_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, fresh_build: Path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    ops = kernels._load.__wrapped__("auto")
+    ops = kernels.table.__wrapped__("auto")
     assert ops.name == "torch"
     assert "no-such-compiler" in ops.reason
     with pytest.raises(ConfigError, match="no-such-compiler"):
-        kernels._load.__wrapped__("compiled")
+        kernels.table.__wrapped__("compiled")
 
 
 def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, fresh_build: Path) -> None:
@@ -429,7 +429,7 @@ def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, fresh_bui
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(script))
     with pytest.raises(ConfigError, match="out of cheese"):
-        kernels._load.__wrapped__("compiled")
+        kernels.table.__wrapped__("compiled")
     assert list((fresh_build / "whet").iterdir()) == []  # nothing half built stays behind
 
 

@@ -186,7 +186,7 @@ def _write(loaded: Loaded, path: Path, folder: Path, *, dtype: str | None, other
     )
     if cfg.model.lora is not None:
         attach(model, cfg.model.lora, seed=cfg.seed)
-    TorchEngine(model, kernels.load("torch"), cut=MicroBatchPolicy()).load(path / "policy")
+    TorchEngine(model, kernels.table("torch"), cut=MicroBatchPolicy()).load(path / "policy")
     if dtype is not None:
         for tensor in model.parameters():
             tensor.data = tensor.data.to(getattr(torch, dtype))

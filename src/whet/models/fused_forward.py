@@ -25,7 +25,7 @@ from whet.models.attention import Attend, CachedAttention, PackedAttention
 from whet.models.compiled_layers import LayerNumbers, LayerWeights
 from whet.models.experts import Experts, by_expert, computed, gate_and_up, weighed
 from whet.models.float8 import recomputed
-from whet.models.kernels import Ops, load
+from whet.models.kernels import Ops, table
 from whet.models.lora_layers import LoraLinear, LoraStack
 from whet.models.products import linear
 from whet.models.router import gate_of, note
@@ -129,7 +129,7 @@ def functional(
     part gave them (in place of token ids), and the norm where it is in its place (see `pipeline.Stage.running`)."""
     base, config = model.model, model.config
     embed, rotary = base.embed_tokens, RopeTable(base.rotary_emb)
-    layer_ops = load("torch") if compile else ops
+    layer_ops = table("torch") if compile else ops
     layers = [
         layer_of(layer, number, ops=layer_ops, family=family, config=config)
         for number, layer in enumerate(base.layers[: config.num_hidden_layers])

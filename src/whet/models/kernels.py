@@ -159,18 +159,19 @@ _FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason
 
 
 def load(kind: Kind) -> Ops:
-    """The operations of `machine.kernels`; compiled at the first use on a machine (a few seconds), then cached. `auto`
-    and `compiled` also say whose the products of half precision are in this process (`products.own_halves`).
-
-    Raises ConfigError, with the compiler's output, where `compiled` was requested and cannot be built.
-    """
-    if kind != "torch":
-        products.own_halves(kind == "compiled")
-    return _load(kind)
+    """The operations of `machine.kernels`, for all that this process computes from here on: it also says whose the
+    products of half precision are (`products.own_halves`). As `table`."""
+    ops = table(kind)
+    products.own_halves(kind == "compiled")
+    return ops
 
 
 @cache
-def _load(kind: Kind) -> Ops:
+def table(kind: Kind) -> Ops:
+    """The operations alone; compiled at the first use on a machine (a few seconds), then cached.
+
+    Raises ConfigError, with the compiler's output, where `compiled` was requested and cannot be built.
+    """
     if kind == "torch":
         return _torch("asked for: machine.kernels=torch")
     try:
