@@ -395,6 +395,18 @@ def test_bits_do_not_depend_on_the_width_of_the_processors_vectors(tmp_path: Pat
     assert len(list(tmp_path.glob("whet/kernels-*.so"))) == 1
 
 
+@COMPILED
+@pytest.mark.long
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="of x86 alone")
+def test_kernels_are_built_for_a_processor_without_avx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", " ".join([*build._compiler(), "-mno-avx"]))
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0"))  # quick
+    assert "kernels-" in build.library.__wrapped__()[1]
+
+
 def test_without_a_compiler_products_are_onednns_or_torchs(tmp_path: Path) -> None:
     who, between, digest = said(tmp_path, CC="none")
     assert (who in ("onednn", "torch"), between) == (True, "torch")

@@ -23,7 +23,7 @@ typedef int64_t i64;
 #define W 4 /* NEON, SSE */
 #endif
 
-#if defined(__AVX__)
+#if defined(__SSE__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
