@@ -287,20 +287,23 @@ def test_an_error_of_a_free_explorer_reaches_the_trainer() -> None:
         run.go()
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_wait_for_groups_begins_anew_with_episodes_whose_host_was_lost(lost: int) -> None:
+@pytest.mark.parametrize("lost", ["", "restarts", "alone"])
+def test_a_wait_for_groups_begins_anew_with_episodes_whose_host_was_lost(lost: str) -> None:
     """Each group takes 100 s, and a wait for one 80 s: rollout.timeout_s=20 and a minute. After 50 s a host is lost, so
-    the episodes began anew with all of their time; without that nothing explains the 100 s."""
+    the episodes began anew with all of their time, or one that waited for a host of its own has begun there; without
+    that nothing explains the 100 s."""
     run = toy(mode="asynchronous", steps=1)
-    play, restarts = run.explorer.play, [0]
+    play, begun = run.explorer.play, [0]
 
     async def slow(tasks: Any) -> Any:
         await asyncio.sleep(50.0)
-        restarts[0] += lost
+        begun[0] += 1
         await asyncio.sleep(50.0)
         return await play(tasks)
 
-    run.explorer.play, run.explorer.restarts = slow, lambda: restarts[0]
+    run.explorer.play = slow
+    if lost:
+        setattr(run.explorer, lost, lambda: begun[0])
 
     async def story() -> int:
         try:

@@ -175,7 +175,14 @@ def test_all_that_an_explorer_plays_has_the_same_few_hosts_of_their_own(
     explorer = open_explorer(at.context, at.models, stream, rewards, fingerprint={})
     places = [play.keywords["alone"] for play in (explorer.play, explorer.play_greedy)]  # type: ignore[attr-defined]
     assert places[0] is places[1]
-    assert places[0]._value == opened.MOST_ALONE
+
+    async def crowd() -> int:
+        playing = [asyncio.create_task(places[0].__aenter__()) for _ in range(opened.MOST_ALONE + 3)]
+        await asyncio.wait(playing, timeout=0.05)
+        return sum(one.done() for one in playing)
+
+    assert explorer.alone() == 0
+    assert asyncio.run(crowd()) == explorer.alone() == opened.MOST_ALONE
 
 
 def test_a_task_may_have_a_slot_of_every_engine_that_there_is_now() -> None:

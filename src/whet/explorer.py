@@ -72,6 +72,8 @@ class Explorer:
     """Around the sampling of a step that is trained at once: `NativeEngine.keeping`, where the update reuses it."""
     restarts: Callable[[], int] = lambda: 0
     """Episodes that began anew so far, since their environments' host was lost. A wait for groups does so, too."""
+    alone: Callable[[], int] = lambda: 0
+    """Of these, those that have begun in a host of their own. They queue: with each, a wait for groups begins anew."""
     checks_failures: bool = True
     """Too many unscored rollouts end the run here; not where the trainer of another process sorts them out."""
     in_flight: InFlight = field(init=False)
@@ -250,7 +252,7 @@ class Explorer:
         seen: list[object] = []
 
         def progress() -> object:
-            if (now := [self.restarts(), *(store.progress() for store in self.stores)]) != seen:
+            if (now := [self.restarts(), self.alone(), *(store.progress() for store in self.stores)]) != seen:
                 seen[:] = now
                 monitor.watch.beat(what)
             return now
@@ -497,6 +499,7 @@ def explorer_into(
         buffer=buffer,
         slots=slots,
         restarts=lambda: models.environments.restarts,
+        alone=lambda: models.environments.alone.entered,
         choose=chooser(
             context.plan.algorithm,
             context.plan.own_tasks_per_step,

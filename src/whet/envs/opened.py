@@ -31,6 +31,22 @@ MOST_ALONE = 16
 ended for lack of memory, as many hosts as it had episodes would need more."""
 
 
+class FewAtOnce:
+    """Entered by so many at once; the others wait in a queue."""
+
+    def __init__(self, most: int) -> None:
+        self.entered = 0
+        """So far."""
+        self._room = asyncio.Semaphore(most)
+
+    async def __aenter__(self) -> None:
+        await self._room.acquire()
+        self.entered += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self._room.release()
+
+
 def silent(task: Task, world: World) -> Env:
     """In the place of an environment that must not be asked. Raises EnvBroken."""
     raise EnvBroken(
@@ -61,7 +77,7 @@ class Environments:
         self._told = Counter[str]()
         self._said: set[str] = set()
         """What was logged of chat templates."""
-        self._alone = asyncio.Semaphore(MOST_ALONE)
+        self.alone = FewAtOnce(MOST_ALONE)
 
     def arguments(
         self,
@@ -106,7 +122,7 @@ class Environments:
             "make_work": self._work.of,
             "codec": codec,
             "has_env": has_env(env),
-            "alone": self._alone,
+            "alone": self.alone,
         }
 
     def _say(self, form: str, said: str) -> None:
