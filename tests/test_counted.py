@@ -93,6 +93,11 @@ def test_a_plan_says_which_files_are_not_there(tmp_path: Path) -> None:
         r"data\.train\[0\]\.path: No such data file: .*taks\.jsonl; did you mean 'tasks\.jsonl'", first
     )
     assert re.search(r"data\.eval\[0\]\.path: No such data file: .*/none", second)
+    data = RUN["data"] | {"demonstrations": [{"path": f"{tmp_path}/none.jsonl"}]}
+    mixed = load(None, (), RUN | {"algorithm": {"name": "mix"}, "data": data})
+    assert [text.partition(": No such")[0] for text in counted.absent(plans(mixed))] == [
+        "stage main: data.demonstrations[0].path"
+    ]
 
 
 def test_a_plan_says_how_many_rows_there_are(tmp_path: Path) -> None:

@@ -45,10 +45,8 @@ def absent(plans: Sequence[Plan]) -> Iterator[str]:
     """A line for each source whose files are not on this machine, in the words of the run that would read them."""
     for plan in plans:
         data = plan.cfg.data
-        for key, sources in (
-            ("data.train", data.train if trains(plan.cfg) else ()),
-            ("data.eval", data.eval),
-        ):
+        learned = {"data.train": data.train, "data.demonstrations": data.demonstrations}
+        for key, sources in {**(learned if trains(plan.cfg) else {}), "data.eval": data.eval}.items():
             for number, source in enumerate(sources):
                 if source.path is None or _is_elsewhere(source.path) or is_here(source.path):
                     continue
