@@ -131,6 +131,9 @@ def test_it_prints():
         ("", "is not a key"),
         ("trainer.test_freq", "it is a key of verl, and becomes eval.interval"),
         ("actor_rollout_ref.actor.use_torch_compile", "it is a key of verl, and becomes no key"),
+        ("reward.custom_reward_function.path", "it is a key of verl, and becomes rewards.score.function"),
+        ("critic.fsdp.param_offload", "it is a key of verl, and becomes train.offload"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.a", "it is a key of verl, and becomes rollout.engine"),
         ("algorithm.name=dapoo", "did you mean 'dapo'"),
         ("algorithm=turn_level_gae", "(algorithm=turn_ppo), or algorithm.advantage=turn_level_gae"),
         (

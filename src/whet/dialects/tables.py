@@ -351,7 +351,7 @@ def of_another(key: str, near: Sequence[str]) -> str:
     end of a sentence; '' for a key of none, and where one of these is `near`, which is suggested then. A name without a
     section says too little of where it is from."""
     for system in DOCUMENTS if "." in key else ():
-        row = next((each for each in table_rows.rows(system) if each.key == key), None)
+        row = _row_named(system, parts(key))
         if row is not None and not {*near} & {*row.native}:
             becomes = ", ".join(row.native) or "no key"
             return (
@@ -359,6 +359,18 @@ def of_another(key: str, near: Sequence[str]) -> str:
                 f"`whet convert` does it for a file"
             )
     return ""
+
+
+def _row_named(system: str, cut: Parts) -> Row | None:
+    """The first row of a key in any kind of file, which may give it by another name, or below an open section."""
+    other = table_rows.aliases(system, [file for each, file in TABLES.values() if each == system])
+    for n in range(len(cut), 0, -1):
+        if (name := joined(cut[:n])) in other:
+            cut = (*parts(other[name][0]), *cut[n:])
+            break
+    names = (joined(cut), *(joined((*cut[:n], "*")) for n in range(len(cut) - 1, 1, -1)))
+    rows = {row.key: row for row in reversed(table_rows.rows(system))}
+    return next((rows[name] for name in names if name in rows), None)
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
