@@ -39,7 +39,7 @@ from test_show import held_out, make, reply
 from tiny import RUN
 from whet.api import Result
 from whet.cli import app
-from whet.track import files, show
+from whet.track import files, manifest, show
 from whet.track.overview import read as read_run
 from whet.track.record import RunDirectory
 from whet.track.time_report import measure
@@ -690,6 +690,17 @@ def test_what_a_running_run_waits_for_is_read_from_its_log(made: Path) -> None:
     assert (wait["process"], wait["what"]) == ("worker 3", "a reward")
     assert wait["since_s"] >= 130
     assert ask(made, "api/runs/0")["log_tail"] == log.splitlines()
+
+
+def test_the_error_that_ended_a_run_is_that_of_whet_show(made: Path) -> None:
+    """Of a run that goes on none."""
+    log, now = made / "run.log", manifest.describe(config="", seed=7)["started_utc"][:19]
+    log.write_text(f"{now}Z ERROR whet.api: the run ended: 4 of 4 rollouts (r.py:9); see run.log\n")
+    assert ask(made, "api/runs/0")["ended_by"] == "4 of 4 rollouts (r.py:9); see run.log"
+    with files.RunLock(made):
+        assert ask(made, "api/runs/0")["ended_by"] == ""
+    log.write_text(f"{now}Z INFO whet.guard.printed: reward 'r': the run ended: no\n")
+    assert ask(made, "api/runs/0")["ended_by"] == ""
 
 
 @pytest.mark.parametrize("name", ["run.log", "config.yaml", "manifest.json", "metrics.jsonl"])

@@ -542,6 +542,20 @@ def test_a_group_stands_side_by_side(browser: Browser, address: str, runs: dict[
     picture(browser, "group")
 
 
+def test_the_error_that_ended_a_run_stands_at_the_top_of_its_page(browser: Browser, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    hostile_run(run)
+    ended = "2026-01-01T00:00:06Z ERROR whet.api: the run ended:"
+    (run / "run.log").write_text(f"{ended} 4 of 4 rollouts {HOSTILE}{UNSEEN} (r.py:9)\n")
+    with served(run) as address:
+        browser.go(f"{address}#/run/0")
+        first = ".page section"
+        assert texts(browser, "[data-ended] p") == [f"4 of 4 rollouts {HOSTILE}{SHOWN} (r.py:9)"]
+        assert browser.evaluate(f"document.querySelector('{first}').matches('[data-ended]')")
+        assert browser.evaluate("window.hacked") is None
+        picture(browser, "ended")
+
+
 def test_what_cannot_be_read_is_said(browser: Browser, address: str, runs: dict[str, str]) -> None:
     browser.go(f"{address}#/run/{runs['damaged']}")
     assert "metrics.jsonl" in browser.evaluate("document.querySelector('[data-problems]').textContent")

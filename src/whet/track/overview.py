@@ -23,6 +23,7 @@ from whet.config.recipes import RECIPES
 from whet.config.schema import AlgorithmConfig, EvalConfig
 from whet.config.tree import get, leaves, stage_names
 from whet.data.tokenizer_files import check_files
+from whet.inputs import MIB, read_end
 from whet.storage.manifests import oldest_first
 from whet.track.files import is_running
 from whet.track.learning import Sign, signs, trend
@@ -107,6 +108,25 @@ def state_of(run_dir: Path) -> State:
     """Whether the run's process lives."""
     states: dict[bool | None, State] = {True: "running", False: "not running", None: "elsewhere"}
     return states[is_running(run_dir)]
+
+
+_ENDED = re.compile(r"(\S+)Z ERROR whet\.api: the run ended: (.*)")
+"""The line of run.log that says why a run has ended; what foreign code prints stands behind a name there."""
+
+
+def ended_by(run: RunRecord) -> str:
+    """The error that ended the last start; '' where the run goes on, ended without one, or was killed."""
+    if state_of(run.path) != "not running":
+        return ""
+    told = [match for line in end_of_log(run.path) if (match := _ENDED.fullmatch(line))]
+    started = str(run.manifest.get("started_utc", ""))[: len("2026-01-01T00:00:00")]
+    return told[-1][2] if told and told[-1][1] >= started else ""
+
+
+def end_of_log(run_dir: Path) -> list[str]:
+    """The last lines of run.log."""
+    path = run_dir / "run.log"
+    return read_end(path, MIB)[0].splitlines() if path.is_file() else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 
 from whet.config.tree import get
 from whet.data.timed import decoded
-from whet.inputs import MIB, read_end
 from whet.track.metrics import HELD_OUT, is_evaluation
 from whet.track.overview import (
     Lines,
@@ -30,6 +29,8 @@ from whet.track.overview import (
     StageNumbers,
     asked,
     checkpoints,
+    end_of_log,
+    ended_by,
     failures,
     learning_of,
     numbers_of,
@@ -94,7 +95,7 @@ def _head(run: RunRecord) -> Table:
         "machine": ", ".join(str(manifest.get(name, "?")) for name in ("host", "cpu")),
         "versions": ", ".join(f"{p} {v}" for p, v in packages.items() if p in named),
     }
-    if found == "not running" and (error := _error(run)):
+    if error := ended_by(run):
         rows = {"run": rows.pop("run"), "ended by": error} | rows
     table = columns("", "", left=(0, 1))
     for name, value in rows.items():
@@ -104,25 +105,8 @@ def _head(run: RunRecord) -> Table:
 
 def _last_word(run_dir: Path) -> str:
     """The last message of a run that came to no step."""
-    lines = _log(run_dir)
+    lines = end_of_log(run_dir)
     return f". run.log ends with: {shorten(lines[-1])}" if lines else ""
-
-
-_ENDED = re.compile(r"(\S+)Z ERROR whet\.api: the run ended: (.*)")
-"""The line of run.log that says why a run has ended; what foreign code prints stands behind a name there."""
-
-
-def _error(run: RunRecord) -> str:
-    """The error that ended the last start; '' where it ended without one, or was killed."""
-    told = [match for line in _log(run.path) if (match := _ENDED.fullmatch(line))]
-    started = str(run.manifest.get("started_utc", ""))[: len("2026-01-01T00:00:00")]
-    return told[-1][2] if told and told[-1][1] >= started else ""
-
-
-def _log(run_dir: Path) -> list[str]:
-    """The last lines of run.log."""
-    path = run_dir / "run.log"
-    return read_end(path, MIB)[0].splitlines() if path.is_file() else []
 
 
 def _changes(run: RunRecord, kind: str) -> Table | None:

@@ -17,6 +17,7 @@ from whet.track.overview import (
     Lines,
     RunRecord,
     checkpoints,
+    ended_by,
     learning_of,
     numbers_of,
     shell_line,
@@ -112,6 +113,7 @@ def run(ask: Ask) -> Json:
     return {
         **{key: value for key, value in _line(run).items() if key not in ("error", "stages", "state")},
         "state": state,
+        "ended_by": secrets.redact(tried(problems, lambda: ended_by(written), ""))[:MOST_LINE],
         "config_yaml": tried(problems, lambda: _config_text(run.path), None),
         "config": secrets.redact_tree(written.config),
         "manifest": {k: v for k, v in written.manifest.items() if k != "environment"},

@@ -1,4 +1,4 @@
-/* One run: is it learning, its curves, its stages, what it waits for, its last log lines, its config. */
+/* One run: is it learning, its curves, its stages, what it waits for or ended by, its last log lines, its config. */
 
 import { command, duration, facts, firstOf, h, number, panel, put, renew, right, select, short, table, tick, visible } from "./dom.js";
 import { getMetrics, shown } from "./api.js";
@@ -19,7 +19,7 @@ export async function runPage(context) {
   const [top, side, log] = [h("div", {}), h("div", { class: "columns" }), h("div", {})];
   const curves = curvesPanel(context);
   const drawFacts = (run) => {
-    renew(top, problems(run), waits(run), facts(headline(run)), learning(run));
+    renew(top, ended(run), problems(run), waits(run), facts(headline(run)), learning(run));
     renew(side, stages(run), checkpoints(run), evaluationsOf(run));
     renew(log, logTail(run));
   };
@@ -58,6 +58,12 @@ function headline(run) {
     ["whet", last.packages?.whet],
     ["torch", last.packages?.torch],
   ];
+}
+
+/** The error that ended the run, as `whet show` says it. */
+function ended(run) {
+  if (!run.ended_by) return null;
+  return panel("Ended by an error", { class: "bad", data: { ended: "" } }, h("p", { class: "said" }, visible(run.ended_by)));
 }
 
 function problems(run) {
