@@ -9,7 +9,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +23,7 @@ from whet.buffer.queue import ExplorerQueue
 from whet.buffer.rounds import Rounds
 from whet.buffer.stores import Scored, Store, open_store
 from whet.config.load import load
+from whet.disaggregated import lease
 from whet.guard.ledger import Ledger
 from whet.replay.run import Replayed, replay
 from whet.replay.steps import BEGINNING, read
@@ -165,6 +167,42 @@ def test_tasks_that_are_asked_again_are_progress(tmp_path: Path) -> None:
     store.release("one")
     ask(store, "two", 9, 0)
     assert store.progress() != before
+
+
+def test_episodes_of_an_explorer_that_begin_anew_are_progress(tmp_path: Path) -> None:
+    """A host of their environment was lost: they have all of their time again, and so has a trainer's wait for them."""
+    store = queue(tmp_path)
+    end = explorer(store, lambda: 0)
+    ask(store, end.owner, 9, 0)
+    before = store.progress()
+    end.renew(0)
+    assert store.progress() == before, "to live is none"
+    end.renew(2)
+    assert (after := store.progress()) != before
+    end.renew(2)
+    assert store.progress() == after, "none has begun anew since"
+    end.renew(3)
+    assert store.progress() != after
+
+
+def test_an_explorer_tells_them_with_its_lease() -> None:
+    told: list[int] = []
+
+    async def story() -> None:
+        two, end = asyncio.Event(), SimpleNamespace(lease_s=0.0, fail=pytest.fail)
+        loop = asyncio.get_running_loop()
+
+        def renew(restarts: int) -> None:
+            told.append(restarts)
+            if restarts == 2:
+                loop.call_soon_threadsafe(two.set)
+
+        end.renew = renew
+        async with lease(cast(Any, end), lambda: len(told)):
+            await asyncio.wait_for(two.wait(), 60)
+
+    asyncio.run(story())
+    assert told[:3] == [0, 1, 2]
 
 
 def test_an_explorer_that_leaves_reserves_nothing_more(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
         store.release(queue.owner)  # what an earlier process of this name had
         at(engine.version)
         explorer.in_flight.start(left=0)
-        async with lease(queue):
+        async with lease(queue, explorer.restarts):
             await follow(explorer, queue, weights, code=job.loaded.code, at=at)
     finally:
         await explorer.close()
@@ -332,13 +332,14 @@ class Idle:
 
 
 @asynccontextmanager
-async def lease(queue: ExplorerQueue) -> AsyncIterator[None]:
-    """Renew the explorer's lease a few times per lease period, as long as the block runs."""
+async def lease(queue: ExplorerQueue, restarts: Callable[[], int]) -> AsyncIterator[None]:
+    """Renew the explorer's lease a few times per lease period, as long as the block runs. restarts: see
+    `Explorer.restarts`."""
 
     async def keep() -> None:
         while True:
             await asyncio.sleep(queue.lease_s / 4)
-            await asyncio.to_thread(queue.renew)
+            await asyncio.to_thread(queue.renew, restarts())
 
     def ended(keeping: asyncio.Task[None]) -> None:
         if not keeping.cancelled() and (error := keeping.exception()) is not None:

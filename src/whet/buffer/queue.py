@@ -239,8 +239,11 @@ class ExplorerQueue:
         """No further groups will arrive."""
         self.broken = self.broken or error
 
-    def renew(self) -> None:
-        """This explorer lives. Raises the error of what explores."""
+    def renew(self, restarts: int = 0) -> None:
+        """This explorer lives. restarts: so many of its episodes began anew so far, which a trainer's wait for groups
+        then does, too. Raises the error of what explores."""
         if self.broken is not None:
             raise self.broken
         self.store.renew(self.owner, lease_s=self.lease_s)
+        if restarts:
+            self.store.note(f"restarts of {self.owner}", restarts)

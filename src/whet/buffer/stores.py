@@ -194,12 +194,13 @@ class Store:
         return self._look(lambda places: {**places.ledger, "pending": places.pending})
 
     def progress(self) -> object:
-        """What changes whenever explorers have brought something or asked for more."""
+        """What changes whenever explorers have brought something, asked for more, or left a word."""
         return self._look(
             lambda places: (
                 len(places.waiting),
                 dict(places.ledger),
                 {owner: sorted(uids) for owner, uids in places.owned.items()},
+                dict(places.notes),
             )
         )
 
