@@ -1297,7 +1297,14 @@ def test_what_is_wrong_in_a_stage_is_told_once_with_its_place_there() -> None:
     assert place == "f.yaml:17"
     assert said.startswith("stages[1].algorithm.algorithm_type: 'nope' is not known")
     stages[1:], tree["algorithm"] = [], {"algorithm_type": "nope"}
-    assert {place for place, _ in translate(tree, of, origins=places).problems} == {"f.yaml:3"}
+    ((place, said),) = translate(tree, of, origins=places).problems
+    assert place == "f.yaml:3"
+    assert said.startswith("algorithm.algorithm_type: 'nope' is not known")
+    assert "stages" not in said
+    stages[0] = {"stage_name": "a", "algorithm": {"algorithm_type": "sft"}}
+    _, (_, said) = translate(tree, of, origins=places).problems
+    assert said.startswith("stages[0]: mode: sft learns from a file")
+    assert "one for all" not in said, "what the global file says of it is not known"
 
 
 def test_the_engine_of_stages_stands_over_them() -> None:

@@ -29,7 +29,8 @@ def stages(values: Values) -> Mapping[str, Json]:
     of = dialect("trinity", values.get(VERSION, ""))
     whole = whole_file(values, of)
     alone = translate(whole, of, origins={})
-    told = _told(alone, of)
+    told = _told(values, alone, of)
+    is_whole = told.isdisjoint(text for _, text in alone.problems)
     problems: list[str] = []
     unbuilt: list[str] = []
     trees: list[dict[str, Json]] = []
@@ -45,7 +46,7 @@ def stages(values: Values) -> Mapping[str, Json]:
         trees.append(done.tree)
         own = _engine(file, done.tree)
         engine = own if engine is None else engine
-        said += _own_way(alone.tree, done.tree, _fed(stage, of))
+        said += _own_way(alone.tree, done.tree, _fed(stage, of)) if is_whole else []
         keys = {dotted(found.path) for found in read(stage, of)}
         problems += [_in_stage(n, text, keys) for text in said]
         unbuilt += [_in_stage(n, text, keys) for _, text in done.unbuilt if text not in told]
@@ -132,8 +133,14 @@ def whole_file(values: Values, of: Dialect) -> dict[str, Json]:
     return out
 
 
-def _told(alone: Translation, of: Dialect) -> set[str]:
+def _told(values: Values, alone: Translation, of: Dialect) -> set[str]:
     """What is wrong with the global file by itself: the stages need not say it again."""
     found = {text for _, text in (*alone.problems, *alone.unbuilt)}
     rows = {text: of.row(text.partition(":")[0]) for text in found}
-    return {text for text, row in rows.items() if row is None or row.function not in of.of_stages}
+    said = {text for text, row in rows.items() if row is None or row.function not in of.of_stages}
+    for function in of.by_function.keys() - of.of_stages - {"stages.stages"}:
+        try:
+            of.functions(function)(values)
+        except ConfigError as e:  # it may name a key of a function that is asked for each stage
+            said.add(str(e))
+    return said & found
