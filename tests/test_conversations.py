@@ -216,6 +216,43 @@ def test_messages_that_the_template_refuses_are_named_with_their_row(turns, tmp_
         stream(tokenizer, source, turns=turns)
 
 
+DROPS = (
+    "{% for m in messages %}{% if m.role in ('user', 'system', 'tool') %}<{{ m.role }}>{{ m.content }}<eos>"
+    "{% elif m.role in ('assistant', 'model') %}<assistant>{{ m.content }}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MISREADS = (
+    "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<assistant>' }}{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "known"),
+    [
+        (DROPS, "bot", False),
+        (DROPS, "developer", False),
+        (DROPS, "model", True),
+        (MISREADS, "bot", False),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "bot", True),
+        (CHATML, "bot", True),
+    ],
+)
+def test_a_role_that_the_template_leaves_out_or_takes_for_another_is_refused(template, role, known, tmp_path):
+    """One that the template names, or that it writes like every name, is the template's own."""
+    other = [*talk("a"), {"role": role, "content": "b"}, *talk("c", "d")]
+    source = written(tmp_path, {"messages": talk("a", "b")}, {"messages": other})
+    if known:
+        assert len(rollouts(made(template), source, turns="last", n=2)) == 2
+        return
+    said = (
+        f"line 2: The chat template does not know the role '{role}'.*Expected system, user, assistant, tool;"
+    )
+    for turns in ("last", "all"):
+        with pytest.raises(DataError, match=said):
+            stream(made(template), source, turns=turns)
+
+
 def test_a_template_without_an_end_token_is_refused():
     with pytest.raises(DataError, match="has no end token after a reply"):
         encode_history(made(NO_END), [Message("user", "a"), Message("assistant", "b"), Message("user", "c")])

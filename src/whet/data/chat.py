@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from datetime import date
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -494,14 +494,38 @@ def render(
     plain = [_with_aliases(m.to_json()) for m in messages]
     told = [tool.to_json() for tool in tools] or None
     given = {**tokenizer.special_tokens_map, "messages": plain, "tools": told, "documents": None}
-    day = getattr(tokenizer, _DAY, None)
+    write = partial(rendered, jinja, day=getattr(tokenizer, _DAY, None), add_generation_prompt=header)
     try:
-        text = rendered(jinja, day=day, **given, add_generation_prompt=header)
+        text = write(**given)
         text.encode()  # half a surrogate pair is no text
     except Exception as e:  # a template is foreign code: it can fail in any way
         roles = ", ".join(m.role for m in messages[:6]) + (", ..." if len(messages) > 6 else "")
         raise DataError(f"The chat template refuses the messages ({roles}): {_said(e)}") from e
+    for role in sorted({m.role for m in messages} - ROLES):
+        if "role" in jinja and not _knows(role, text, write, given):
+            raise DataError(
+                f"The chat template does not know the role {role!r}: it leaves such messages out, or writes them as "
+                f"those of another role. Expected {', '.join(ROLE_NAMES)}; rename it in the data, or give a template "
+                "that writes it (tokenizer.chat_template)."
+            )
     return text
+
+
+ROLE_NAMES = ("system", "user", "assistant", "tool")
+"""The roles that templates are written for."""
+ROLES = frozenset(ROLE_NAMES)
+
+
+def _knows(role: str, text: str, write: Callable[..., str], given: Mapping[str, Json]) -> bool:
+    """Whether a template that makes `text` of messages with such a role writes the role's name, or makes another text
+    of messages with a role that no template knows."""
+    other = "whet7role"
+    messages = [m | {"role": other} if m["role"] == role else m for m in given["messages"]]
+    try:
+        unknown = write(**{**given, "messages": messages})
+    except Exception:  # noqa: BLE001  a template is foreign code; with this role it did not fail
+        return True
+    return unknown != text
 
 
 def _with_aliases(message: dict[str, Json]) -> dict[str, Json]:
