@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 import whet
 from tiny import RUN
 from whet import checkpoint
-from whet.config.code import digests, module_file, named
+from whet.cli import app
+from whet.config.code import absent, digests, module_file, named
 from whet.config.load import load
 from whet.tables import load_object
 from whet.types import CheckpointError, ConfigError
@@ -66,6 +69,32 @@ def test_every_key_that_names_code_is_read() -> None:
     }
     assert {*named(stages[0])} >= {"t.py:f", "t.py:g", "c.py:C"}
     assert "exact" not in {*named(stages[0])}
+
+
+def test_a_plan_says_which_files_of_code_are_not_there(tmp_path: Path) -> None:
+    """A run would end for them at its start, or at the first rollout; modules may be installed where it runs."""
+    (tmp_path / "lengths.py").write_text(REWARD.format(sign="<="))
+    tools = {"tool_config": "tools.yaml", "functions": ["lengths.py:right"]}
+    stages = config(
+        rewards={"a": {"function": "lengths.py:right"}, "b": {"function": "lenghts.py:right"}},
+        data={**DATA, "train": [{"name": "words", "rows": WORDS}, {"name": "w", "function": "my/rows.py:w"}]},
+        algorithm={"name": "grpo", "advantage": "elsewhere.module:a", "loss": "loss.py:l"},
+        rollout={**CONFIG["rollout"], "env": {"make": "v.py:V", "arguments": tools}},
+        track={"trackers": ["jsonl", "tracker.py:open"]},
+    )
+    no = "no such file on this machine"
+    assert sorted(absent([*stages, *stages])) == [
+        f"algorithm.loss.name=loss.py:l: {no}",
+        f"data.train[1].function=my/rows.py:w: {no}",
+        f"rewards.b.function=lenghts.py:right: {no}; did you mean 'lengths.py'?",
+        f"rollout.env.arguments.tool_config=tools.yaml: {no}",
+        f"rollout.env.make=v.py:V: {no}",
+        f"track.trackers[1]=tracker.py:open: {no}",
+    ]
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**CONFIG, "rewards": {"a": {"function": "no.py:a"}}}))
+    done = CliRunner().invoke(app, ["plan", "c.yaml"])
+    assert done.exit_code == 0
+    assert f"note: rewards.a.function=no.py:a: {no}\n" in done.stderr
 
 
 def test_a_file_is_read_and_never_run() -> None:

@@ -22,7 +22,7 @@ from whet import (
     secrets,
 )
 from whet.guard.foreign import plain
-from whet.notices import check_output, say, say_columns, say_missing, say_rows, write
+from whet.notices import check_output, say, say_code, say_columns, say_missing, say_rows, write
 from whet.options import (
     SETTINGS,
     Arithmetic,
@@ -144,6 +144,7 @@ def plan(
         say(loaded)
         planned = plans(loaded, here=False, trains=any(map(trains, loaded.stages)))
         say_missing(loaded)
+        say_code(loaded)
         say_columns(loaded)
         say_rows(planned)
         show(describe(planned))

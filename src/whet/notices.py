@@ -47,6 +47,14 @@ def say_rows(plans: Sequence[Plan]) -> None:
         _note(text)
 
 
+def say_code(loaded: Loaded) -> None:
+    """Note which files of the user's code are not on this machine."""
+    from whet.config.code import absent
+
+    for text in absent(loaded.stages):
+        _note(text)
+
+
 def say_missing(loaded: Loaded) -> None:
     """Note what this machine lacks for the run; the run may be for another machine."""
     from whet.config.plan import missing

@@ -22,10 +22,13 @@ from typing import Any
 
 import yaml
 
+from whet.config.keys import Path as At
+from whet.config.keys import dotted
 from whet.config.recipes import with_settings
 from whet.config.schema import Config
 from whet.config.secrets import dump
 from whet.config.tree import leaves
+from whet.tables import near
 from whet.types import Json
 
 _PLAYED = ("rollout.env", "rollout.env.arguments.envs.*")
@@ -50,7 +53,10 @@ NAMES = " ".join(
         "algorithm.advantage.name algorithm.loss.name algorithm.mix.loss.name algorithm.correction.weight.name",
     )
 )
-"""The keys whose values may name code of the user's. That of trackers changes no result."""
+"""The keys whose values may name code of the user's which decides results."""
+
+TRACKERS = "track.trackers.*"
+"""The same of code that changes no result."""
 
 WHOLE = ("imports.*", *_played(*_FILES))
 """Those of NAMES whose values are modules or files, without a name in them."""
@@ -84,22 +90,38 @@ def digests(
 
 def named(cfg: Config, keys: str = NAMES) -> Iterator[str]:
     """The code that a config names, as it names it."""
+    return (name for _, name in _named(cfg, keys))
+
+
+def absent(stages: Sequence[Config]) -> list[str]:
+    """What is to be said of each file of the user's code that is not there, by its key: a run would end for it."""
+    told: dict[str, None] = {}
+    for key, name in (found for cfg in stages for found in _named(cfg, f"{NAMES} {TRACKERS}")):
+        place = Path(name.rpartition(":")[0] or name)
+        if place.suffix in (".py", *_YAML) and not place.is_file():
+            beside = [path.name for path in place.parent.glob(f"*{place.suffix}")]
+            told[f"{key}={name}: no such file on this machine{near(place.name, beside)}"] = None
+    return list(told)
+
+
+def _named(cfg: Config, keys: str) -> Iterator[tuple[str, str]]:
+    """(key, code that it names)"""
     tree = with_settings(dump(cfg))
-    for key in keys.split():
-        for value in _at(tree, key.split(".")):
-            if isinstance(value, str) and (":" in value or key in WHOLE):
-                yield value
+    for pattern in keys.split():
+        for path, value in _at(tree, pattern.split(".")):
+            if isinstance(value, str) and (":" in value or pattern in WHOLE):
+                yield dotted(path), value
 
 
-def _at(tree: Json, path: Sequence[str]) -> Iterator[Json]:
-    """The values at a path, in which a star stands for every index and every name."""
+def _at(tree: Json, path: Sequence[str], above: At = ()) -> Iterator[tuple[At, Json]]:
+    """The values at a path with their places. A star in it stands for every index and every name."""
     if not path:
-        yield tree
+        yield above, tree
     elif path[0] == "*" and isinstance(tree, dict | list):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _at(value, path[1:])
+        for at, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _at(value, path[1:], (*above, at))
     elif isinstance(tree, dict) and path[0] in tree:
-        yield from _at(tree[path[0]], path[1:])
+        yield from _at(tree[path[0]], path[1:], (*above, path[0]))
 
 
 # ---------------------------------------------------------------- files
