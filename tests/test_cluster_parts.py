@@ -31,7 +31,7 @@ from whet.config.schema import RewardConfig, RewardWorkersConfig
 from whet.guard import pulse
 from whet.guard.jail import CallResult, RewardCall
 from whet.guard.line import Local, LocalLine
-from whet.guard.processes import process
+from whet.guard.processes import process, until
 from whet.rewards import host
 from whet.rewards.combine import RewardSet
 from whet.types import ConfigError, WhetError
@@ -195,7 +195,7 @@ def scores(results: list[CallResult]) -> list[float]:
 def test_calls_are_spread_and_come_back_in_order(judged: tuple[RewardSet, RewardHosts]) -> None:
     _, hosts = judged
     asked: list[int] = []
-    for at in hosts._hosts:
+    for at in hosts.hosts:
         at.line.connection.send_bytes = spy(asked, at.line.connection.send_bytes)  # type: ignore[method-assign]
     heard = Counter[str]()
     with pulse.heard_by(lambda what: heard.update([what])):
@@ -226,7 +226,7 @@ def test_a_lost_host_is_replaced_and_its_calls_are_asked_again(judged: tuple[Rew
     _, hosts = judged
 
     def pids() -> list[int]:
-        return [h.line.process.pid for h in hosts._hosts if isinstance(h.line, LocalLine)]
+        return [h.line.process.pid for h in hosts.hosts if isinstance(h.line, LocalLine)]
 
     async def story() -> None:
         first = pids()
@@ -234,7 +234,7 @@ def test_a_lost_host_is_replaced_and_its_calls_are_asked_again(judged: tuple[Rew
         await asyncio.sleep(0.1)
         os.kill(first[0], signal.SIGKILL)
         assert scores(await asked) == [float(n) for n in range(12)]
-        while hosts._hosts[0].restarts == 0:
+        while hosts.hosts[0].restarts == 0:
             await asyncio.sleep(0.05)
         asked = asyncio.ensure_future(hosts.call_many(calls(12)))
         await asyncio.sleep(0.1)
@@ -314,7 +314,7 @@ def test_a_head_that_ends_is_told_unless_it_was_left(monkeypatch: pytest.MonkeyP
     for one in sleeping:
         one.kill()
         one.wait(30)
-    heads[1]._thread.join(20)
+    assert until(lambda: bool(said), 20.0)
     assert len(said) == 1
     assert f"process {sleeping[1].pid}) has ended" in said[0]
 
@@ -330,7 +330,7 @@ def test_without_its_head_a_run_says_so_and_leaves_nobody() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "whet: its head is gone"
-    until = time.monotonic() + 60
-    while process(int(done.stdout))[1] and time.monotonic() < until:
+    end = time.monotonic() + 60
+    while process(int(done.stdout))[1] and time.monotonic() < end:
         time.sleep(0.01)
     assert process(int(done.stdout))[1] == 0

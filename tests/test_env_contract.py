@@ -31,8 +31,9 @@ from whet.envs.env import (
     as_messages,
     as_step,
 )
-from whet.envs.host import _guard, misfit
-from whet.envs.hosts import EnvHosts
+from whet.envs.host import misfit, watch_loop
+from whet.envs.hosts import EnvHosts, HostProcess
+from whet.guard.line import LocalLine
 from whet.guard.processes import until
 from whet.rollout.episode import MOST_CHATS, play_groups
 from whet.rollout.limits import EpisodeLimits
@@ -721,22 +722,27 @@ def process_named(word: bytes) -> Iterator[bool]:
                 continue
 
 
+def folders(place: HostProcess) -> list[Path]:
+    """Of all hosts of its environment."""
+    return [*Path(place.marks).parent.parent.iterdir()]
+
+
 def test_a_host_that_is_being_started_when_the_loop_ends_is_ended(opened: Opened) -> None:
     hosts = opened("Hostile", how="raises", at="never")
 
     async def leaves() -> None:
         asking = asyncio.create_task(hosts.find(alone=True))
-        while not hosts._starting:
+        while not hosts.starting:
             assert not asking.done()
             await asyncio.sleep(0.001)
-        starting.extend(hosts._starting)
+        starting.extend(hosts.starting)
 
     starting: list[Any] = []
     asyncio.run(leaves())
-    (first,), (second,) = hosts._hosts, starting
+    (first,), (second,) = hosts.processes, starting
     assert until(second.line.gone, 60.0)
     assert not first.line.gone(), "it plays for the next loop"
-    assert until(lambda: [*hosts._own.path.iterdir()] == [Path(first.marks).parent], 60.0)
+    assert until(lambda: folders(first) == [Path(first.marks).parent], 60.0)
 
 
 @pytest.mark.parametrize(("how", "at"), in_turn(["raises", "dies", "hangs", "blocks"], ["first", "close"]))
@@ -764,17 +770,19 @@ def test_a_plain_method_that_hangs_ends_its_own_episode(opened: Opened) -> None:
 
 def test_hosts_may_be_closed_while_one_of_them_ends(opened: Opened) -> None:
     hosts = opened("Sums")
-    (place,) = hosts._hosts
+    (place,) = hosts.processes
 
     async def ending() -> None:
+        place.alone = True
         place.closing.add(1)
-        work = asyncio.create_task(hosts._end(place))
+        hosts.dismiss(place)
+        (work,) = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.sleep(0)
         hosts.close()
         await work
 
     asyncio.run(ending())
-    assert not hosts._hosts
+    assert not hosts.processes
     assert place.line.gone()
 
 
@@ -984,9 +992,9 @@ def test_a_host_that_nobody_waits_for_any_more_is_ended(opened: Opened) -> None:
     async def story() -> None:
         asked = asyncio.create_task(hosts.find(alone=True))
         async with asyncio.timeout(60):
-            while not hosts._starting:
+            while not hosts.starting:
                 await asyncio.sleep(0.01)
-            (starting,) = hosts._starting
+            (starting,) = hosts.starting
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked
@@ -994,18 +1002,19 @@ def test_a_host_that_nobody_waits_for_any_more_is_ended(opened: Opened) -> None:
                 await asyncio.sleep(0.01)
 
     asyncio.run(story())
-    (there,) = hosts._hosts
+    (there,) = hosts.processes
     assert not there.line.gone()
-    assert [*hosts._own.path.iterdir()] == [Path(there.marks).parent]
+    assert folders(there) == [Path(there.marks).parent]
 
 
 def test_of_hosts_that_were_replaced_nothing_is_kept(opened: Opened) -> None:
     hosts = opened("Hostile", how="dies", at="first")
+    (lost,) = hosts.processes
     make = _all_are(hosts)
     (first,) = play(make, 1).values()
     assert first.error is not None
     assert hosts.restarts == 1
-    assert until(lambda: len([*hosts._own.path.iterdir()]) == len(hosts._hosts), 60.0)
+    assert until(lambda: len(folders(lost)) == len(hosts.processes), 60.0)
 
 
 def test_a_host_that_stops_is_replaced(
@@ -1013,7 +1022,7 @@ def test_a_host_that_stops_is_replaced(
 ) -> None:
     monkeypatch.setattr(hosts_module, "SILENT_S", 1.0)
     hosts = opened("Hostile", timeout_s=1.0, how="raises", at="never")
-    (pid,) = (place.line.process.pid for place in hosts._hosts)
+    (pid,) = (place.line.process.pid for place in hosts.processes)
     os.kill(pid, signal.SIGSTOP)
     assert play(hosts.make) == clean
     assert hosts.restarts == 1
@@ -1041,7 +1050,7 @@ def test_a_machine_that_stands_still_is_nobody_s_hold_of_the_event_loop(
         marks=SimpleNamespace(on_loop=7),
         say=lambda kind, *what: heard.append(kind),
     )
-    _guard(guarded, SimpleNamespace(call_soon_threadsafe=print))  # type: ignore[arg-type]
+    watch_loop(guarded, SimpleNamespace(call_soon_threadsafe=print))  # type: ignore[arg-type]
     assert heard == ["beat"] * looks + ["hung"]
 
 
@@ -1052,16 +1061,17 @@ def test_a_host_that_is_killed_as_it_starts_is_replaced(
     opened: Opened, clean: dict[int, Rollout], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     hosts = opened("Hostile", how=how, at="never" if how == "raises" else "first")
-    killed, greet = [], hosts._greet
+    killed: list[LocalLine] = []
 
-    def kills(place: Any) -> None:
+    def begun(*given: Any, **options: Any) -> LocalLine:
+        line = LocalLine(*given, **options)
         if len(killed) < 3:
-            killed.append(place)
-            place.line.process.kill()
-        greet(place)
+            killed.append(line)
+            line.process.kill()
+        return line
 
-    monkeypatch.setattr(hosts, "_greet", kills)
-    (pid,) = (place.line.process.pid for place in hosts._hosts)
+    monkeypatch.setattr(hosts_module, "LocalLine", begun)
+    (pid,) = (place.line.process.pid for place in hosts.processes)
     os.kill(pid, signal.SIGKILL)
     found = play(hosts.make)
     wrong = {uid for uid in clean if found[uid] != clean[uid]}
@@ -1074,14 +1084,14 @@ def test_hosts_that_are_killed_as_they_start_count_among_those_in_a_row(
 ) -> None:
     monkeypatch.setattr(hosts_module, "MOST_DEATHS", 2)
     hosts = opened("Hostile", how="raises", at="never")
-    greet = hosts._greet
 
-    def kills(place: Any) -> None:
-        place.line.process.kill()
-        greet(place)
+    def begun(*given: Any, **options: Any) -> LocalLine:
+        line = LocalLine(*given, **options)
+        line.process.kill()
+        return line
 
-    monkeypatch.setattr(hosts, "_greet", kills)
-    (pid,) = (place.line.process.pid for place in hosts._hosts)
+    monkeypatch.setattr(hosts_module, "LocalLine", begun)
+    (pid,) = (place.line.process.pid for place in hosts.processes)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(
         EnvBroken, match=r"3 hosts in a row were lost; the last one: .*did not start: killed by SIG"
@@ -1110,7 +1120,7 @@ def _fields(task: Task) -> dict[str, Any]:
 
 def test_closed_hosts_leave_no_process(opened: Opened) -> None:
     hosts = opened("Hostile", hosts=2, how="never_ends")
-    lines = [place.line for place in hosts._hosts]
+    lines = [place.line for place in hosts.processes]
     hosts.close()
     assert all(line.gone() for line in lines)
 

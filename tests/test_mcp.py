@@ -416,7 +416,7 @@ def test_a_host_plays_with_a_server_that_ends_with_it(
         text, pid = asyncio.run(play()).split("\n")
         assert text == "hello"
         assert starts()[2:] == [int(pid)]  # listed here, listed in the host, played
-        os.kill(hosts._hosts[0].line.process.pid, signal.SIGKILL)
+        os.kill(hosts.processes[0].line.process.pid, signal.SIGKILL)
         assert gone(int(pid))
         assert gone(int((tmp_path / "starts.browser").read_text()))
     finally:

@@ -160,7 +160,7 @@ def test_an_explorer_fills_the_steps_of_its_config_and_knows_nothing_of_a_learne
     assert explorer.slots.count() == 3
     assert (explorer.explored, explorer.state()["tasks"]) == (8, {"drawn": 8})
     lost: dict[str, Any] = {"env": SimpleNamespace(restarted=2), "other": SimpleNamespace(restarted=1)}
-    at.models.environments._hosts |= lost
+    at.models.environments.hosts |= lost
     assert explorer.restarts() == 3, "episodes that began anew"
 
 

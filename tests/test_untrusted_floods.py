@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Pipe
@@ -37,7 +39,7 @@ def test_a_host_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
     """What waits for it stays within the limit, and a message beside it reaches one that reads."""
     monkeypatch.setattr(hosts, "MOST_UNREAD", 10_000)
     ours, theirs = Pipe()
-    place = hosts._HostProcess(SimpleNamespace(connection=ours), "", alone=False)  # type: ignore[arg-type]
+    place = hosts.HostProcess(SimpleNamespace(connection=ours), "", alone=False)  # type: ignore[arg-type]
     place.send("reply", 1, 1, "x" * 20_000)
     assert not theirs.poll(), "one message may be longer"
     for _ in range(100):
@@ -52,7 +54,7 @@ def test_a_host_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
 def test_what_a_host_reads_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "MOST_UNREAD", 10_000)
     ours, theirs = Pipe()
-    place = hosts._HostProcess(SimpleNamespace(connection=ours), "", alone=False)  # type: ignore[arg-type]
+    place = hosts.HostProcess(SimpleNamespace(connection=ours), "", alone=False)  # type: ignore[arg-type]
     for _ in range(5):
         for _ in range(5):
             place.send("refused", 1, 2, "y" * 1000)
@@ -81,19 +83,23 @@ def test_a_host_is_heard_no_faster_than_the_run_answers(
 ) -> None:
     waiting: list[int] = [0]
     told: list[int] = []
-    tell, heard = EnvHosts._tell, EnvHosts._heard
+    call_soon = asyncio.BaseEventLoop.call_soon_threadsafe
 
-    def telling(self: EnvHosts, what: Callable[..., None], *arguments: object) -> None:
+    def telling(
+        loop: asyncio.BaseEventLoop, what: Callable[..., object], *arguments: Any, **more: Any
+    ) -> Any:
+        if threading.current_thread().name != "whet-env-host":
+            return call_soon(loop, what, *arguments, **more)
+
+        def hearing(*given: Any) -> None:
+            waiting[0] -= 1
+            what(*given)
+
         waiting[0] += 1
         told.append(waiting[0])
-        tell(self, what, *arguments)
+        return call_soon(loop, hearing, *arguments, **more)
 
-    def hearing(self: EnvHosts, place: Any, message: Any) -> None:
-        waiting[0] -= 1
-        heard(self, place, message)
-
-    monkeypatch.setattr(EnvHosts, "_tell", telling)
-    monkeypatch.setattr(EnvHosts, "_heard", hearing)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", telling)
     monkeypatch.setattr(hosts, "MOST_UNHEARD", 8)
     (tmp_path / "zoo.py").write_text(f"{zoo.ZOO}\n{FLOODS}")
     made = EnvHosts(

@@ -38,7 +38,9 @@ class _Asked:
 
 
 @dataclass
-class _RewardHost:
+class RewardHost:
+    """One process, and what it has been asked."""
+
     line: Line
     pending: dict[int, _Asked] = field(default_factory=dict)
     state: Literal["lives", "coming", "lost"] = "lives"
@@ -80,7 +82,8 @@ class RewardHosts:
         self._open_lines, self._start_s, self._restarts = open_lines, start_timeout_s, restarts
         self._patience_s = patience_s
         self._lines: Lines | None = None
-        self._hosts: list[_RewardHost] = []
+        self.hosts: list[RewardHost] = []
+        """By their numbers; the successor of one that was lost has its number."""
         self._waiting: list[_Asked] = []
         """What has no host until another one comes."""
         self._numbers = count()
@@ -96,8 +99,8 @@ class RewardHosts:
             line.connection.send_bytes(self._wanted)
         for number, line in enumerate(lines.lines):
             self._greet(line, number)
-            self._hosts.append(_RewardHost(line))
-        for number in range(len(self._hosts)):
+            self.hosts.append(RewardHost(line))
+        for number in range(len(self.hosts)):
             self._listen(number)
 
     async def call_many(self, calls: Sequence[RewardCall]) -> list[CallResult]:
@@ -125,11 +128,11 @@ class RewardHosts:
 
     # -- inside
 
-    def _spread(self, calls: int) -> list[tuple[_RewardHost | None, list[int]]]:
+    def _spread(self, calls: int) -> list[tuple[RewardHost | None, list[int]]]:
         """Which host gets which calls: each the one that has least to do. None: whoever comes next."""
         if self._lines is None or self._closed:
             raise WhetError("the reward hosts are not open")
-        living = [h for h in self._hosts if h.state == "lives"]
+        living = [h for h in self.hosts if h.state == "lives"]
         if not living:
             self._check_hope()
             return [(None, list(range(calls)))]
@@ -141,7 +144,7 @@ class RewardHosts:
             shares[least].append(at)
         return [(h, share) for h, share in zip(living, shares) if share]
 
-    def _ask(self, asked: _Asked, to: _RewardHost | None) -> Future[list[CallResult]]:
+    def _ask(self, asked: _Asked, to: RewardHost | None) -> Future[list[CallResult]]:
         if to is None:
             self._waiting.append(asked)
             return asked.future
@@ -152,12 +155,12 @@ class RewardHosts:
         return asked.future
 
     def _listen(self, number: int) -> None:
-        at = self._hosts[number]
+        at = self.hosts[number]
         threading.Thread(
             target=self._hear, args=(number, at), name=f"whet-reward-host-{number}", daemon=True
         ).start()
 
-    def _hear(self, number: int, at: _RewardHost) -> None:
+    def _hear(self, number: int, at: RewardHost) -> None:
         why = f"sent no message for {self._patience_s:g} s"
         try:
             while at.line.connection.poll(self._patience_s):
@@ -172,19 +175,19 @@ class RewardHosts:
             why = how_it_ended(at.line)
         self._lost(number, at, why)
 
-    def _answered(self, at: _RewardHost, key: int, results: list[CallResult]) -> None:
+    def _answered(self, at: RewardHost, key: int, results: list[CallResult]) -> None:
         with self._lock:
             asked = at.pending.pop(key, None)
             if asked is not None and not asked.future.done():
                 asked.future.set_result(results)
 
-    def _refused(self, at: _RewardHost, key: int, why: str, broken: bool) -> None:
+    def _refused(self, at: RewardHost, key: int, why: str, broken: bool) -> None:
         with self._lock:
             asked = at.pending.pop(key, None)
             if asked is not None and not asked.future.done():
                 asked.future.set_exception(JailBroken(why) if broken else WhetError(why))
 
-    def _lost(self, number: int, at: _RewardHost, why: str) -> None:
+    def _lost(self, number: int, at: RewardHost, why: str) -> None:
         """What it had is asked of the others, or of who comes next."""
         with self._lock:
             if self._closed:
@@ -200,7 +203,7 @@ class RewardHosts:
     def _again(self, given_up: list[_Asked]) -> None:
         """Hand out anew what has no host."""
         todo, self._waiting = [*self._waiting, *given_up], []
-        living = [h for h in self._hosts if h.state == "lives"]
+        living = [h for h in self.hosts if h.state == "lives"]
         for turn, asked in enumerate(todo):
             self._ask(asked, living[turn % len(living)] if living else None)
         try:
@@ -210,13 +213,13 @@ class RewardHosts:
 
     def _check_hope(self) -> None:
         """Raise JailBroken where no host lives and none will."""
-        if all(h.state == "lost" for h in self._hosts):
+        if all(h.state == "lost" for h in self.hosts):
             raise JailBroken(
-                f"no reward host is left: each of the {len(self._hosts)} hosts died and was replaced at most "
+                f"no reward host is left: each of the {len(self.hosts)} hosts died and was replaced at most "
                 f"cluster.restarts={self._restarts} times; see run.log for the causes"
             )
 
-    def _replaced(self, number: int, at: _RewardHost) -> bool:
+    def _replaced(self, number: int, at: RewardHost) -> bool:
         assert self._lines is not None
         try:
             line = self._lines.again(number)
@@ -226,7 +229,7 @@ class RewardHosts:
             log.warning("reward host %d could not be replaced: %s", number, error)
             return False
         with self._lock:
-            self._hosts[number] = _RewardHost(line, restarts=at.restarts + 1)
+            self.hosts[number] = RewardHost(line, restarts=at.restarts + 1)
             self._listen(number)
             self._again([])
         log.info("reward host %d is serving again", number)
@@ -247,7 +250,7 @@ class RewardHosts:
             raise ConfigError(f"reward host {number} did not start: {said}")
 
     def _fail(self, why: str) -> None:
-        for asked in [*self._waiting, *(a for h in self._hosts for a in h.give_up())]:
+        for asked in [*self._waiting, *(a for h in self.hosts for a in h.give_up())]:
             if not asked.future.done():
                 asked.future.set_exception(JailBroken(why))
         self._waiting = []

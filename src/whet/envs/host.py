@@ -540,7 +540,7 @@ def leave(connection: Connection) -> None:
 
 async def _play(host: EnvHost, connection: Connection) -> None:
     loop = asyncio.get_running_loop()
-    threading.Thread(target=_guard, args=(host, loop), daemon=True).start()
+    threading.Thread(target=watch_loop, args=(host, loop), daemon=True).start()
     async for message in messages(connection):
         host.heard(*json.loads(message))
     ends = [asyncio.create_task(host.close(playing)) for playing in host.playing.values()]
@@ -549,7 +549,7 @@ async def _play(host: EnvHost, connection: Connection) -> None:
         await asyncio.wait(ends, timeout=CLOSE_S)
 
 
-def _guard(host: EnvHost, loop: asyncio.AbstractEventLoop) -> None:
+def watch_loop(host: EnvHost, loop: asyncio.AbstractEventLoop) -> None:
     """A thread: heartbeats, and a word to the driver when the event loop hangs. While the process as a whole stands
     still, as on a machine that does, nobody holds its event loop."""
     while True:

@@ -86,7 +86,7 @@ class HostedEnv:
     task: Task
     world: World
     number: int = 0
-    place: _HostProcess | None = None
+    place: HostProcess | None = None
     answer: asyncio.Future[Json] | None = None
     """Of the call under way."""
     asked: set[asyncio.Task[None]] = field(default_factory=set)
@@ -135,7 +135,7 @@ class HostedEnv:
         self.place.send(kind, self.number, *what)
         return redact_tree(await self.answer)  # it is written down
 
-    def lost(self, place: _HostProcess) -> Exception:
+    def lost(self, place: HostProcess) -> Exception:
         """What the death of its host is to this episode."""
         assert place.dead is not None
         if place.alone or self.number == place.culprit:
@@ -190,7 +190,7 @@ ASKED: dict[str, Callable[..., Awaitable[Json]]] = {"chat": _chat, "score": _sco
 
 
 @dataclass(eq=False)
-class _HostProcess:
+class HostProcess:
     """One process."""
 
     line: LocalLine
@@ -273,8 +273,10 @@ class EnvHosts:
         """For what a host's native code and the programs that it starts print."""
         self._own = OwnFolder("processes")
         self._starts = count()
-        self._hosts: list[_HostProcess] = []
-        self._starting: set[_HostProcess] = set()
+        self.processes: list[HostProcess] = []
+        """The hosts that live."""
+        self.starting: set[HostProcess] = set()
+        """What is no host yet."""
         self._news = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()
@@ -290,7 +292,7 @@ class EnvHosts:
         """An environment, to be played in a host."""
         return HostedEnv(self, task, world)
 
-    async def find(self, *, alone: bool) -> _HostProcess:
+    async def find(self, *, alone: bool) -> HostProcess:
         """The host with the fewest episodes, or a new one for this episode alone."""
         self._attend()
         if alone:
@@ -304,11 +306,11 @@ class EnvHosts:
             await self._news.wait()  # bounded by LOAD_S: a start that fails is news, too
 
     @property
-    def _shared(self) -> list[_HostProcess]:
+    def _shared(self) -> list[HostProcess]:
         """Hosts that take any episode."""
-        return [h for h in self._hosts if not h.alone and not h.retired]
+        return [h for h in self.processes if not h.alone and not h.retired]
 
-    def dismiss(self, place: _HostProcess) -> None:
+    def dismiss(self, place: HostProcess) -> None:
         """An episode is over, which may have been the last one of a host."""
         if (place.alone or place.retired) and not place.playing and place.dead is None:
             self._later(self._end(place))
@@ -318,19 +320,19 @@ class EnvHosts:
         if self._watching is not None:
             self._watching.cancel()
         self._broken = self._broken or "the environment's hosts were closed"
-        for place in self._hosts:
+        for place in self.processes:
             place.hang_up(socket.SHUT_WR)
-        until(lambda: all(place.line.gone() for place in self._hosts), host.CLOSE_S + host.CANCEL_S)
-        for place in (*self._hosts, *self._starting):
+        until(lambda: all(place.line.gone() for place in self.processes), host.CLOSE_S + host.CANCEL_S)
+        for place in (*self.processes, *self.starting):
             place.kill()
-        self._hosts.clear()
+        self.processes.clear()
         self._own.close()
         self._pipe.close()
         self.printed.close()
 
     # -- starting
 
-    def _start(self, *, alone: bool) -> _HostProcess:
+    def _start(self, *, alone: bool) -> HostProcess:
         """A host that is ready to play. ConfigError if it cannot load the environment, _NotStarted if it has ended.
         Blocks."""
         folder = self._own.path / f"{next(self._starts)}"
@@ -338,8 +340,8 @@ class EnvHosts:
         marks = str(folder / "marks")
         Marks.create(marks)
         line = LocalLine(host.MODULE, int(folder.name), folder=folder, threads=1, output=self._pipe.fd)
-        place = _HostProcess(line, marks, alone)
-        self._starting.add(place)
+        place = HostProcess(line, marks, alone)
+        self.starting.add(place)
         try:
             if self._broken is not None:
                 raise EnvBroken(self._broken)
@@ -353,10 +355,10 @@ class EnvHosts:
                 ) from error
             raise
         finally:
-            self._starting.discard(place)
+            self.starting.discard(place)
         return place
 
-    def _greet(self, place: _HostProcess) -> None:
+    def _greet(self, place: HostProcess) -> None:
         """Tell a new host what it plays, and wait until it is ready. ConfigError if it cannot load that."""
         connection, deadline = place.line.connection, time.monotonic() + LOAD_S
         hello = {**self.cfg.model_dump(mode="json"), "imports": self.imports, "marks": place.marks}
@@ -372,16 +374,16 @@ class EnvHosts:
                 raise ConfigError(words(str(what[0]), MOST_ERROR))
             self._said(kind, what)
 
-    def _add(self, place: _HostProcess) -> None:
+    def _add(self, place: HostProcess) -> None:
         place.heard = time.monotonic()
-        self._hosts.append(place)
+        self.processes.append(place)
         for work in (place.write, lambda: self._read(place)):
             threading.Thread(target=work, name="whet-env-host", daemon=True).start()
 
-    async def _another(self, *, alone: bool) -> _HostProcess:
+    async def _another(self, *, alone: bool) -> HostProcess:
         """One more host, instead of those that are killed as they start. One that nobody waits for any more is ended by
         the thread that started it: the loop may have ended by then."""
-        place: _HostProcess | None = None
+        place: HostProcess | None = None
         tries = 0
         while place is None:
             starter = ThreadPoolExecutor(1, thread_name_prefix="whet-env-start")
@@ -453,13 +455,13 @@ class EnvHosts:
             slept = now - looked > 4 * LOOK_S
             looked = now
             limit_s = self.cfg.timeout_s + SILENT_S
-            for place in list(self._hosts):
+            for place in list(self.processes):
                 if slept:
                     place.heard = max(place.heard, now - SILENT_S / 2)
                 if now - place.heard > limit_s:
                     self._died(place, f"its host sent no heartbeat for {limit_s:g} s")
 
-    def _read(self, place: _HostProcess) -> None:
+    def _read(self, place: HostProcess) -> None:
         """A thread: the messages of one host, up to its end."""
         why = ""
         try:
@@ -485,7 +487,7 @@ class EnvHosts:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(what, *arguments)
 
-    def _heard(self, place: _HostProcess, message: Json) -> None:
+    def _heard(self, place: HostProcess, message: Json) -> None:
         place.room.release()
         if place.dead is not None:
             return
@@ -496,7 +498,7 @@ class EnvHosts:
         except (TypeError, ValueError, LookupError) as error:
             self._died(place, f"its host sent an invalid message: {said(error)}")
 
-    def _take(self, place: _HostProcess, kind: str, *what: Json) -> None:
+    def _take(self, place: HostProcess, kind: str, *what: Json) -> None:
         """One message of a host, which is not trusted."""
         if kind in ("said", "beat"):
             self._said(kind, what)
@@ -529,7 +531,7 @@ class EnvHosts:
                 "environment", str(text), dropped_bytes=cut if type(cut) is int and cut > 0 else 0
             )
 
-    def _retire(self, place: _HostProcess, number: int, why: str) -> None:
+    def _retire(self, place: HostProcess, number: int, why: str) -> None:
         """Code of one episode goes on after its time; the others of its host are played to their end there."""
         if (playing := place.playing.get(number)) is not None:
             playing.settle(error=EnvFault(why))
@@ -538,14 +540,14 @@ class EnvHosts:
             self._lost(f"{why}; its host gets no more episodes")
         self.dismiss(place)
 
-    def _died(self, place: _HostProcess, why: str, *, marked: bool = True) -> None:
+    def _died(self, place: HostProcess, why: str, *, marked: bool = True) -> None:
         """A host has ended, or is ended. Its episodes hear of it; another host takes its place.
 
         marked: the episodes that ran code at the end may be the cause.
         """
-        if place.dead is not None or place not in self._hosts:
+        if place.dead is not None or place not in self.processes:
             return
-        self._hosts.remove(place)
+        self.processes.remove(place)
         place.kill()
         place.running = frozenset(Marks.read(place.marks)) if marked else frozenset()
         place.end()
@@ -559,14 +561,14 @@ class EnvHosts:
             count = len(place.playing)
             self._lost(f"{place.dead}; its {count} episodes restart in another host")
 
-    async def _end(self, place: _HostProcess) -> None:
+    async def _end(self, place: HostProcess) -> None:
         """Of a host whose one episode is over."""
         until = time.monotonic() + host.CLOSE_S
         while place.closing and place.dead is None and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        if place.dead is None and place in self._hosts:  # else the run has ended, and all hosts with it
+        if place.dead is None and place in self.processes:  # else the run has ended, and all hosts with it
             place.dead = "its host was ended"
-            self._hosts.remove(place)
+            self.processes.remove(place)
             place.end()
 
 
@@ -574,7 +576,7 @@ class _NotStarted(ConfigError):
     """A host ended before it was ready: its environment ends it, or somebody else did."""
 
 
-def _end_unwanted(starting: Future[_HostProcess]) -> None:
+def _end_unwanted(starting: Future[HostProcess]) -> None:
     """Of a host that was started for an episode which is over."""
     if not starting.cancelled() and starting.exception() is None:
         place = starting.result()

@@ -71,7 +71,8 @@ class Environments:
         self._counts: Counts = Counts()
         self._about: dict[str, str] = {}
         """Of what the hosts have loaded; a file may change while they run."""
-        self._hosts: dict[str, EnvHosts] = {}
+        self.hosts: dict[str, EnvHosts] = {}
+        """Those of each environment, by its section of the config."""
         self._work: RunWork | None = None
         """Of the stage that was asked for last."""
         self._told = Counter[str]()
@@ -107,8 +108,8 @@ class Environments:
         if known not in self._about:
             self._about[known] = about(cfg, self._told_by or {})
             if self._told_by is None:
-                self._hosts[known] = EnvHosts(env, imports=cfg.imports)
-        make: MakeEnv = silent if self._told_by is not None else self._hosts[known].make
+                self.hosts[known] = EnvHosts(env, imports=cfg.imports)
+        make: MakeEnv = silent if self._told_by is not None else self.hosts[known].make
         if self._folder is not None:
             if self._journal is None:
                 self._journal = Journal(self._folder)
@@ -154,16 +155,16 @@ class Environments:
     @property
     def restarts(self) -> int:
         """Episodes that began anew so far because their host was lost."""
-        return sum(hosts.restarted for hosts in self._hosts.values())
+        return sum(hosts.restarted for hosts in self.hosts.values())
 
     def timings(self) -> Metrics:
         """Since the last call: hosts that were replaced, episodes that began anew because of that, answers that came
         from the journal, those that the journal had for another question, and what environments asked of the run.
         Nothing for a run without an environment."""
-        if not self._hosts:
+        if not self.hosts:
             return {}
         total = Counter[str]()
-        for hosts in self._hosts.values():
+        for hosts in self.hosts.values():
             total += Counter({"host_restarts": hosts.restarts, "restarts": hosts.restarted})
         new, self._told = total - self._told, total
         counted = {
@@ -174,9 +175,9 @@ class Environments:
 
     def close(self) -> None:
         """End all hosts."""
-        for hosts in self._hosts.values():
+        for hosts in self.hosts.values():
             hosts.close()
-        self._hosts.clear()
+        self.hosts.clear()
         self._about.clear()
         if self._journal is not None:
             self._journal.close()
