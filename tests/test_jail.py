@@ -394,7 +394,7 @@ def nursery_of(jail: Jail) -> int:
     found: list[int] = []
 
     def there() -> bool:
-        found[:] = confine.children(jail._keeper)  # looked at once: it may be killed and replaced meanwhile
+        found[:] = confine.children(jail.keeper)  # looked at once: it may be killed and replaced meanwhile
         return bool(found)
 
     assert eventually(there)
@@ -428,7 +428,7 @@ def test_a_nursery_that_is_killed_is_replaced_and_no_result_is_lost():
 def test_a_keeper_that_is_killed_ends_the_run_and_says_how_it_goes_on():
     with make(nap) as jail:
         assert ask(jail, nap)[0].parts == {"score": 0.0}
-        os.kill(jail._keeper, signal.SIGKILL)
+        os.kill(jail.keeper, signal.SIGKILL)
         asked = (ask(jail, nap) for _ in range(10))
         with pytest.raises(WhetError, match="guard the rewards ended; the same command resumes the run"):
             list(asked)
@@ -463,10 +463,10 @@ def test_a_stopped_nursery_is_noticed_and_replaced():
 
 
 def test_a_stopped_keeper_that_is_needed_is_told_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.guard.jail._CONNECT_S", 0.5)
+    monkeypatch.setattr("whet.guard.jail.CONNECT_S", 0.5)
     with make(nap, patience_s=2.0) as jail:
         ask(jail, nap)  # or the nursery may be stopped before it dies with its keeper
-        for pid in (jail._keeper, nursery_of(jail)):
+        for pid in (jail.keeper, nursery_of(jail)):
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(
             WhetError, match=r"guard the rewards are stopped \(SIGSTOP\).*same command resumes"
@@ -481,7 +481,7 @@ def test_nobody_outlives_a_killed_run_though_the_keeper_was_stopped(both):
     def run():
         jail = make(nap)
         ask(jail, nap)
-        theirs.send((jail._keeper, nursery_of(jail)))
+        theirs.send((jail.keeper, nursery_of(jail)))
         time.sleep(100)
 
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -505,7 +505,7 @@ def test_nobody_outlives_a_killed_keeper_though_all_were_stopped():
         for pid in (worker, nursery):
             os.kill(pid, signal.SIGSTOP)
         assert eventually(lambda: {state(pid) for pid in (worker, nursery)} == {"T"})
-        os.kill(jail._keeper, signal.SIGKILL)
+        os.kill(jail.keeper, signal.SIGKILL)
         assert eventually(lambda: {state(pid) for pid in (worker, nursery)} <= {"", "Z"})
 
 
@@ -818,7 +818,7 @@ def test_no_folder_stays_where_the_run_ends_between_two_forkservers(
     with make() as jail:
         assert any(tmp_path.iterdir())
         os.kill(nursery_of(jail), signal.SIGKILL)
-        assert eventually(lambda: state(jail._keeper) in ("", "Z"))
+        assert eventually(lambda: state(jail.keeper) in ("", "Z"))
     assert not any(tmp_path.iterdir())
 
 

@@ -39,7 +39,8 @@ channel of results."""
 _MOST_DETAIL = 1000
 _MOST_NAME = 200
 _LOAD_S = 300.0
-_CONNECT_S = 10.0
+CONNECT_S = 10.0
+"""Longest wait for the channel to a new nursery."""
 _CLOSE_S = 5.0
 _MAX_DEATHS = 5
 _TRIES_ALONE = 3
@@ -148,7 +149,8 @@ class Jail:
         self._pending: dict[int, _Pending] = {}
         self._unsent: deque[int] = deque()
         self._suspects: deque[int] = deque()
-        self._alone: int | None = None
+        self.alone: int | None = None
+        """The suspect that runs now, and no other call beside it."""
         self._tries = 0
         self._deaths = 0
         self._closed = False
@@ -158,9 +160,10 @@ class Jail:
         self._sender: asyncio.Task[None] | None = None
         limits = nursery.WorkerLimits(workers=workers, memory_mb=memory_mb, max_output_bytes=max_output_bytes)
         self._control, theirs = socket.socketpair()
-        self._keeper = nursery.fork(
+        self.keeper = nursery.fork(
             partial(nursery.keep, theirs, os.getpid(), loaders=functions, limits=limits, prepare=prepare)
         )
+        """The process that starts nurseries; it ends with this one."""
         theirs.close()
         try:
             self._channel = self._start()
@@ -241,12 +244,12 @@ class Jail:
 
     def _take(self) -> list[bytes]:
         """What to send now: after a death of the nursery the suspects, one by one; else all that is new."""
-        if self._alone is not None:
+        if self.alone is not None:
             return []
         if self._suspects:
-            self._alone = self._suspects.popleft()
+            self.alone = self._suspects.popleft()
             self._tries += 1
-            return [self._pending[self._alone].message]
+            return [self._pending[self.alone].message]
         messages = [self._pending[number].message for number in self._unsent]
         self._unsent.clear()
         return messages
@@ -274,12 +277,12 @@ class Jail:
                 self._send()
 
     def _finish(self, number: int, result: CallResult) -> None:
-        if number == self._alone:
-            self._alone, self._tries = None, 0
+        pulse.beat("scoring")
+        if number == self.alone:
+            self.alone, self._tries = None, 0
             # Alone, one after the other, long calls would take as long as all together.
             while result.seconds > _LONG_S and len(self._suspects) > self.workers:
                 self._unsent.appendleft(self._suspects.pop())
-        pulse.beat("scoring")
         pending = self._pending.pop(number)
         batch = pending.batch
         batch.results[pending.place] = result
@@ -298,23 +301,23 @@ class Jail:
         self._channel.close()
         self._channel = await asyncio.to_thread(self._connect)
         self._inbox.clear()
-        if self._alone is None:
+        if self.alone is None:
             known = {*self._unsent, *self._suspects}
             sent = [number for number in self._pending if number not in known]
             # Calls start in order: it was one of those that workers had.
             self._suspects.extend(sent[: self.workers * nursery.AHEAD])
         elif self._tries < _TRIES_ALONE:
-            self._suspects.appendleft(self._alone)
-            self._alone = None
+            self._suspects.appendleft(self.alone)
+            self.alone = None
         else:
             failure = Failure("crashed", "the process that guards the rewards ends at every attempt")
-            self._finish(self._alone, CallResult(failure=failure))
+            self._finish(self.alone, CallResult(failure=failure))
         suspects = set(self._suspects)
         self._unsent = deque(number for number in self._pending if number not in suspects)
 
     def _connect(self) -> socket.socket:
         """The channel to the newest nursery, from the keeper."""
-        self._control.settimeout(_CONNECT_S)
+        self._control.settimeout(CONNECT_S)
         try:
             channel = _receive_socket(self._control)
             self._control.setblocking(False)
@@ -324,7 +327,7 @@ class Jail:
                     channel.close()
                     channel = newer
         except (OSError, EOFError) as error:
-            stopped = state(self._keeper) == "T"
+            stopped = state(self.keeper) == "T"
             raise JailBroken(_STOPPED if stopped else _NO_NURSERY) from error
         channel.setblocking(False)
         return channel
@@ -342,7 +345,7 @@ class Jail:
         self._unsent.clear()
         self._suspects.clear()
         self._inbox.clear()
-        self._alone, self._tries = None, 0
+        self.alone, self._tries = None, 0
         with contextlib.suppress(OSError, WhetError):
             self._control.send(nursery.KILL)
             self._channel.close()
@@ -365,9 +368,9 @@ class Jail:
         self._control.close()
         end = time.monotonic() + _CLOSE_S
         with contextlib.suppress(ChildProcessError):
-            while not os.waitpid(self._keeper, os.WNOHANG)[0]:
+            while not os.waitpid(self.keeper, os.WNOHANG)[0]:
                 if time.monotonic() > end:
-                    confine.send(self._keeper, signal.SIGKILL)
+                    confine.send(self.keeper, signal.SIGKILL)
                 time.sleep(0.002)
 
 
