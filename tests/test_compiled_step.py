@@ -27,6 +27,7 @@ from whet.models.forward import decoder
 from whet.models.logprob_parity import self_test
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.native.runner import LENGTH, Runner
+from whet.rollout.native.scheduler import Generation
 from whet.types import Completion, ConfigError, Sampling, WhetError
 
 environment.prepare(threads=None, exact=True)
@@ -68,21 +69,24 @@ class Counted:
 
 
 def sampled(engine: NativeEngine, asked: list[Job]) -> tuple[list[Completion], Counted]:
-    counted, whole = Counted(), Runner._in_one_call
+    counted, whole, step = Counted(), CompiledStep.__call__, Runner.step
 
-    def count(runner: Runner) -> list[int] | None:
-        done = whole(runner)
-        if done is None:
-            counted.single += 1
-        else:
-            counted.whole += 1
+    def in_one_call(compiled: CompiledStep, *args: Any, **options: Any) -> list[int] | None:
+        done = whole(compiled, *args, **options)
+        counted.whole += done is not None
+        return done
+
+    def count(runner: Runner) -> list[Generation]:
+        before = counted.whole
+        done = step(runner)
+        counted.single += counted.whole == before
         return done
 
     async def all_of_them() -> list[Completion]:
         work = asyncio.gather(*(reply(engine, p, s) for p, s in asked))
         return list(await asyncio.wait_for(work, 60))
 
-    with patch.object(Runner, "_in_one_call", count):
+    with patch.object(CompiledStep, "__call__", in_one_call), patch.object(Runner, "step", count):
         if engine.runner.kept is None:
             return asyncio.run(all_of_them()), counted
         with engine.keeping():
@@ -91,7 +95,7 @@ def sampled(engine: NativeEngine, asked: list[Job]) -> tuple[list[Completion], C
 
 def one_by_one(engine: NativeEngine, asked: list[Job]) -> list[Completion]:
     """The same without the step in one call."""
-    with patch.object(CompiledStep, "_described", lambda step: None):
+    with patch.object(CompiledStep, "__call__", lambda *_, **__: None):
         done, counted = sampled(engine, asked)
     assert not counted.whole
     return done
@@ -216,15 +220,14 @@ def test_changed_weights_are_seen(change: Callable[[Any], None]) -> None:
 
 
 def test_weights_of_another_dtype_are_not_read_as_float32() -> None:
-    """The step is left to torch, which says what does not fit."""
+    """The step is left to torch."""
     model = tiny_model()
     engine = engine_of(model)
     sampled(engine, jobs(6))
-    step = engine.runner.compiled
-    assert step is not None
-    assert step._described() is not None
     other_precision(model)
-    assert step._described() is None
+    _, counted = sampled(engine, jobs(6))
+    assert counted.single
+    assert not counted.whole
 
 
 @pytest.mark.parametrize("asking", [torch.autocast("cpu", torch.bfloat16), torch.device("cpu")])
@@ -244,15 +247,15 @@ def test_a_step_is_made_call_by_call_where_something_asks_to_be_told_of_products
 def test_logits_that_allow_no_sample_end_the_step_by_name() -> None:
     model = tiny_model()
     engine, asked = engine_of(model), jobs(7, min_tokens=0)
-    before_step = Runner._in_one_call
+    step = Runner.step
 
-    def spoiled(runner: Runner) -> list[int] | None:
+    def spoiled(runner: Runner) -> list[Generation]:
         with torch.no_grad():
             next(iter(model.parameters())).fill_(torch.nan)
-        return before_step(runner)
+        return step(runner)
 
     with (
-        patch.object(Runner, "_in_one_call", spoiled),
+        patch.object(Runner, "step", spoiled),
         pytest.raises(WhetError, match=r"cannot sample: in \d+ row"),
     ):
         asyncio.run(asyncio.wait_for(reply(engine, *asked[0]), 60))
@@ -288,14 +291,14 @@ def test_a_page_that_does_not_exist_is_refused(page: int, rows: int) -> None:
         table[0, int(runner.live.state[LENGTH, 0]) // 16] = page
         return table
 
-    original = Runner._in_one_call
+    step = Runner.step
 
-    def with_damage(runner: Runner) -> list[int] | None:
+    def with_damage(runner: Runner) -> list[Generation]:
         runner.table_BP = damaged(runner)
-        return original(runner)
+        return step(runner)
 
     with (
-        patch.object(Runner, "_in_one_call", with_damage),
+        patch.object(Runner, "step", with_damage),
         pytest.raises(ValueError, match="page that is not one of the cache's"),
     ):
         asyncio.run(asyncio.wait_for(reply(engine, prompt, how), 60))
