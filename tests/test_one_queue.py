@@ -199,7 +199,7 @@ def test_a_killed_trainer_draws_what_it_drew(tmp_path: Path, url: str, settings:
     assert ledger["trained"] == 2 * len(seen)
     assert ledger["asked"] == sum(n for account, n in ledger.items() if account != "asked")
     queue.state()
-    assert set(store._places.deliveries) == set(), "what a checkpoint holds is let go of"  # type: ignore[union-attr]
+    assert store.look(lambda places: set(places.deliveries)) == set(), "what a checkpoint holds is let go of"
     store.close()
 
 

@@ -168,6 +168,6 @@ def test_one_that_is_cut_off_in_the_middle_of_a_turn_does_not_hold_the_queue() -
                 holder.kill()
         log = postgres_log(url, queue="q")
         with log.turn():
-            assert log._db is not None
-            assert log._db.execute("show idle_in_transaction_session_timeout").fetchone() == ("30s",)
+            assert log.db is not None
+            assert log.db.execute("show idle_in_transaction_session_timeout").fetchone() == ("30s",)
         log.close()

@@ -79,7 +79,7 @@ def _closed() -> Iterator[None]:
 
 def places(store: Store) -> object:
     """Everything that a store knows of its queue, groups apart."""
-    return store._look(QueueState.state)
+    return store.look(QueueState.state)
 
 
 class Clock:
@@ -548,7 +548,7 @@ class Full(OSError):
 
 def points_of(store: Store, monkeypatch, hit: Callable[[Callable[[], object]], None]) -> None:
     """Call `hit` before everything that the store asks of disk or database from now on; it may do half of it first."""
-    log = store._log
+    log = store.log
     if isinstance(log, files.FilesLog):
         for name in ("write", "fsync", "replace", "unlink", "ftruncate", "open"):
             real = getattr(os, name)
@@ -564,7 +564,7 @@ def points_of(store: Store, monkeypatch, hit: Callable[[Callable[[], object]], N
 
             monkeypatch.setattr(os, name, faulty)
         return
-    connect = log._base.connect
+    connect = log.base.connect
 
     class Faulty:
         def __init__(self) -> None:
@@ -578,7 +578,7 @@ def points_of(store: Store, monkeypatch, hit: Callable[[Callable[[], object]], N
             self.db.close()
 
     log.close()
-    log._base = replace(log._base, connect=Faulty)
+    log.base = replace(log.base, connect=Faulty)
 
 
 STEPS = 2
@@ -692,7 +692,7 @@ def test_a_database_of_wrong_values_or_with_code_is_refused(how, tmp_path):
 
 def test_a_real_full_sqlite_says_so_and_goes_on(tmp_path):
     store = open_store(f"sqlite:///{tmp_path}/s.db", queue="q", order="arrival")
-    db = store._log._db
+    db = store.log.db
     db.execute(f"pragma max_page_count = {db.execute('pragma page_count').fetchone()[0]}")
     with pytest.raises(WhetError, match="the disk is full; free space there"):
         fill_up(store)
@@ -944,9 +944,9 @@ def test_a_stopped_holder_is_named(kind, tmp_path, monkeypatch):
     url = f"{kind}:///{tmp_path}/s"
     one, two = (open_store(url, queue="q", order="arrival") for _ in range(2))
     if kind == "sqlite":
-        two._log._db.execute("pragma busy_timeout = 50")
+        two.log.db.execute("pragma busy_timeout = 50")
     who = f"process {os.getpid()} on " if kind == "files" else "another process has held the lock for 60 s"
-    with one._log.turn(), pytest.raises(WhetError, match=who):
+    with one.log.turn(), pytest.raises(WhetError, match=who):
         two.ledger()
     assert two.ledger()["pending"] == 0
 

@@ -64,26 +64,27 @@ class SqlLog:
 
     def __init__(self, database: Database, *, queue: str) -> None:
         self.where = database.where
-        self._base, self._queue = database, queue
-        self._db: Connection | None = None
+        self.base, self._queue = database, queue
+        self.db: Connection | None = None
+        """Opened with the first turn, and anew after an error."""
 
     @contextmanager
     def turn(self) -> Iterator[Transaction]:
         try:
-            if self._db is None:
-                self._db = self._base.connect()
-            self._db.execute(self._base.begin)
-            yield _SqlTurn(self._db, self._base, self._queue)
-            self._db.execute("commit")
+            if self.db is None:
+                self.db = self.base.connect()
+            self.db.execute(self.base.begin)
+            yield _SqlTurn(self.db, self.base, self._queue)
+            self.db.execute("commit")
         except BaseException as e:
             self.close()
-            if isinstance(e, self._base.errors):
-                raise WhetError(f"{self.where}: {self._base.advice(e)}") from e
+            if isinstance(e, self.base.errors):
+                raise WhetError(f"{self.where}: {self.base.advice(e)}") from e
             raise
 
     def close(self) -> None:
         """Closing undoes a transaction that was not committed."""
-        db, self._db = self._db, None
+        db, self.db = self.db, None
         if db is not None:
             db.close()
 

@@ -71,7 +71,7 @@ class Store:
     """
 
     def __init__(self, log: Log, *, order: Order, clock: Callable[[], float] = time.time) -> None:
-        self._log, self._clock = log, clock
+        self.log, self._clock = log, clock
         self._lock = threading.Lock()
         self._places: QueueState | None = None
         self._seen, self._since_snapshot = 0, 0
@@ -148,7 +148,7 @@ class Store:
 
     def delivery_time(self, delivery: int) -> float | None:
         """`now` of a delivery that was gathered before; None: it was not."""
-        return self._look(
+        return self.look(
             lambda places: places.deliveries[delivery][0] if delivery in places.deliveries else None
         )
 
@@ -168,7 +168,7 @@ class Store:
             found = self._run(act)
         if found is None:
             return None
-        return [checked(data, uid=uid, checksum=crc, where=self._log.where) for uid, crc, data in found]
+        return [checked(data, uid=uid, checksum=crc, where=self.log.where) for uid, crc, data in found]
 
     def trained(self, step: int, skipped: Collection[int] = ()) -> int:
         """The step's update is made: its room is free. Its groups are kept until `done`. skipped: uids of groups whose
@@ -187,15 +187,15 @@ class Store:
 
     def noted(self, name: str) -> Json:
         """The last word of that name, or None."""
-        return self._look(lambda places: places.notes.get(name))
+        return self.look(lambda places: places.notes.get(name))
 
     def ledger(self) -> dict[str, int]:
         """Rollouts by account, over all processes, and how many are pending."""
-        return self._look(lambda places: {**places.ledger, "pending": places.pending})
+        return self.look(lambda places: {**places.ledger, "pending": places.pending})
 
     def progress(self) -> object:
         """What changes whenever explorers have brought something, asked for more, or left a word."""
-        return self._look(
+        return self.look(
             lambda places: (
                 len(places.waiting),
                 dict(places.ledger),
@@ -206,12 +206,12 @@ class Store:
 
     def check(self) -> None:
         """WhetError unless every requested rollout is accounted for."""
-        self._look(QueueState.check)
+        self.look(QueueState.check)
 
     def close(self) -> None:
         """Let go of files and connections. The queue stays."""
         with self._lock:
-            self._log.close()
+            self.log.close()
 
     # ------------------------------------------------------------ how
 
@@ -219,14 +219,15 @@ class Store:
         with self._lock:
             return self._run(lambda places, turn: self._write(places, turn, {"op": op, **given}, data))
 
-    def _look(self, read: Callable[[QueueState], T]) -> T:
+    def look(self, read: Callable[[QueueState], T]) -> T:
+        """What `read` finds in the queue as it is now."""
         with self._lock:
             return self._run(lambda places, turn: read(places))
 
     def _run(self, act: Callable[[QueueState, Transaction], T]) -> T:
         """One turn. If it fails, what this process knows is forgotten and read again: the log is the truth."""
         try:
-            with self._log.turn() as turn:
+            with self.log.turn() as turn:
                 return act(self._caught_up(turn), turn)
         except BaseException:
             self._places, self._seen = None, 0
@@ -234,13 +235,13 @@ class Store:
 
     def _reading(self) -> AbstractContextManager[None]:
         return reading(
-            self._log.where, error=WhetError, advice="restart with an empty store from the last checkpoint"
+            self.log.where, error=WhetError, advice="restart with an empty store from the last checkpoint"
         )
 
     def _caught_up(self, turn: Transaction) -> QueueState:
         if turn.newest < self._seen:
             raise WhetError(
-                f"{self._log.where} was emptied or replaced while it was in use; restart the run's processes"
+                f"{self.log.where} was emptied or replaced while it was in use; restart the run's processes"
             )
         with self._reading():
             news = turn.news(self._seen)
@@ -279,7 +280,7 @@ class Store:
     def _same_order(self, places: QueueState) -> QueueState:
         if places.order != self._order:
             raise WhetError(
-                f"{self._log.where} was created with buffer.order={places.order}, but this process has {self._order}; "
+                f"{self.log.where} was created with buffer.order={places.order}, but this process has {self._order}; "
                 "set the same order for all processes of a run"
             )
         return places
