@@ -71,7 +71,7 @@ def test_the_last_ones_leave_and_the_first_free_numbers_come() -> None:
         crew = Crew(3)
         await crew.router.update_weights(weights(7))
         crew.router.scale(1)
-        await until(lambda: not crew.router._leaving and len(crew.router.replicas) == 1)
+        await until(lambda: not crew.router.leaving and len(crew.router.replicas) == 1)
         assert sorted(crew.router.replicas) == ["engine-0"]
         assert [e.closed for e in crew.engines] == [False, True, True]
         crew.router.scale(3)
@@ -94,7 +94,7 @@ def test_what_is_asked_for_right_after_fewer_were_is_there(begun: bool) -> None:
             await asyncio.sleep(0.001)
         crew.router.scale(1)
         crew.router.scale(3)
-        await until(lambda: len(crew.router.replicas) == 3 and not crew.router._leaving)
+        await until(lambda: len(crew.router.replicas) == 3 and not crew.router.leaving)
         assert "engine-0" in crew.router.replicas
         await crew.router.close()
         assert all(e.closed for e in crew.engines)
@@ -135,7 +135,7 @@ def test_one_that_cannot_be_had_is_told_and_the_run_goes_on(caplog: pytest.LogCa
 
         crew.router.restart = nowhere
         crew.router.scale(3)
-        await until(lambda: len(caplog.records) >= 2 and not crew.router._coming)
+        await until(lambda: len(caplog.records) >= 2 and not crew.router.coming)
         await ask(crew.router, jobs(5))
         assert sorted(crew.router.replicas) == ["engine-0"]
         await crew.router.close()
@@ -153,7 +153,7 @@ def test_a_router_that_is_closed_ends_those_that_leave_and_those_that_come() -> 
         flying = asyncio.create_task(ask(crew.router, jobs(6)))
         await until(lambda: all(r.asked for r in crew.router.replicas.values()))
         crew.router.scale(1)
-        await until(lambda: crew.router._leaving)
+        await until(lambda: crew.router.leaving)
         await crew.router.close()
         with pytest.raises(WhetError, match="closed"):
             await flying

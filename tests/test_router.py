@@ -243,7 +243,7 @@ def test_every_request_is_answered_once_whatever_dies(
         await asyncio.gather(*flying)
         assert answers == Counter(range(asked))
         assert all(r.load == 0 for r in crew.router.replicas.values())
-        assert not crew.router._balance.homes
+        assert not crew.router.balance.homes
         await crew.router.close()
         assert all(e.closed for e in crew.engines)
 
@@ -481,7 +481,7 @@ def test_sessions_that_were_quiet_longest_are_forgotten(monkeypatch: pytest.Monk
         crew = Crew(2)
         for session in ("a", "b", "c", "a", "d"):
             await reply(crew.router, [3], Sampling(max_tokens=2), session=session)
-        assert list(crew.router._balance.sessions) == ["c", "a", "d"]
+        assert list(crew.router.balance.sessions) == ["c", "a", "d"]
         await crew.router.close()
 
     run(story())
@@ -675,22 +675,23 @@ def test_a_stopped_process_is_not_waited_for_until_the_deadline_of_a_load(
     async def story() -> None:
         crew = Crew(1, Slow, load_s=3600.0, restarts=1)
         router, hung = crew.router, Stopped()
-        hung.fault = f"hang-{moment if moment in ('place', 'pause') else 'load'}"
-        late = Replica("late", hung)
+        late, hangs = Replica("late", hung), f"hang-{moment if moment in ('place', 'pause') else 'load'}"
         await router.update_weights(weights(1))
         if moment == "join":
+            hung.fault = hangs
             with pytest.raises(WhetError, match="its process has not responded for"):
                 await router.join(late)
         else:
-            hung.engine.version = 1  # type: ignore[misc]
-            router._serve(late)
+            await router.join(late)
             router.restart = None
+            if moment == "pause":
+                await router.pause(False)
+            hung.fault = hangs
             if moment == "load":
                 await router.update_weights(weights(2))
             elif moment == "place":
                 await router.place("cpu")
             else:
-                router._kept = True
                 await router.pause(True)
         assert list(router.replicas) == ["engine-0"]
         await asyncio.sleep(0.01)

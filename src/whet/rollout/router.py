@@ -78,7 +78,8 @@ class Router:
         self.beat: Callable[[str], object] = lambda what: None
         """Called when a replica gets on."""
         self._gate = Gate(lambda: self.version)
-        self._balance = ReplicaLoads(rows, self._usable)
+        self.balance = ReplicaLoads(rows, self._usable)
+        """Which replica gets a request."""
         self._can: Capabilities | None = None
         """Of every replica; None before there was one."""
         self._proof, self._measured = "", dict[str, float]()
@@ -88,9 +89,9 @@ class Router:
         self._unplaced: frozenset[Part] = frozenset()
         """What is not on the accelerators."""
         self._since, self._requests, self._tokens = time.time(), 0, 0
-        self._coming: dict[str, asyncio.Task[None]] = {}
+        self.coming: dict[str, asyncio.Task[None]] = {}
         """Replicas that are being made, by name."""
-        self._leaving: dict[str, Replica] = {}
+        self.leaving: dict[str, Replica] = {}
         """Those that end what they were asked."""
         self._ending: set[asyncio.Task[None]] = set()
         """Replicas that are being ended; never cancelled, or they would live on."""
@@ -125,7 +126,7 @@ class Router:
         async with self._gate.passing(request.least_version):
             try:
                 while True:
-                    replica = self._balance.choose(request)
+                    replica = self.balance.choose(request)
                     if replica is None:
                         await self._arrival()
                     elif completion := await self._ask(replica, request, handed):
@@ -139,7 +140,7 @@ class Router:
         """See `RolloutEngine`. By the replica that has the least to do."""
         async with self._gate.passing():
             while True:
-                replica = self._balance.lightest()
+                replica = self.balance.lightest()
                 if replica is None:
                     await self._arrival()
                 else:
@@ -201,15 +202,15 @@ class Router:
     async def close(self) -> None:
         """Requests in flight fail; later ones are refused. Every replica is ended."""
         reason = "the rollout engine was closed"
-        replicas = [*self.replicas.values(), *self._leaving.values()]
-        self.replicas, self._leaving = {}, {}
-        self._balance.ordered = {}
+        replicas = [*self.replicas.values(), *self.leaving.values()]
+        self.replicas, self.leaving = {}, {}
+        self.balance.ordered = {}
         self._gate.close(reason)
         self._news.set()
         for replica in replicas:
             replica.state = "gone"
             replica.fail(WhetError(reason))
-        coming = list(self._coming.values())
+        coming = list(self.coming.values())
         for task in (*coming, self._watcher, self._listener):
             if task is not None:
                 task.cancel()
@@ -257,7 +258,7 @@ class Router:
         """Give it no more requests. None: it does not serve."""
         if (replica := self._away(name)) is not None:
             replica.state, self.left[name] = "leaving", 0
-            self._leaving[name] = replica
+            self.leaving[name] = replica
         return replica
 
     async def _go(self, replica: Replica) -> None:
@@ -269,13 +270,13 @@ class Router:
         if replica.state == "leaving":
             replica.state = "gone"
             await self._end(replica)
-        self._leaving.pop(replica.name, None)
+        self.leaving.pop(replica.name, None)
         log.info("replica %s has left", replica.name)
 
     def scale(self, wanted: int) -> None:
         """Set the number of replicas. Surplus replicas leave after they have finished their requests; new ones serve
         once they have the current weights. One that cannot start is logged, and the run continues without it."""
-        coming = [name for name, task in self._coming.items() if not task.cancelling()]
+        coming = [name for name, task in self.coming.items() if not task.cancelling()]
         there = [*sorted(self.replicas, key=number_of), *sorted({*coming} - {*self.replicas}, key=number_of)]
         log.info("replicas requested: %d; running: %d", wanted, len(there))
         self._refused.clear()
@@ -283,8 +284,8 @@ class Router:
             if (replica := self._leaves(name)) is not None:
                 self._spawn(self._go(replica))
             else:
-                self._coming[name].cancel()
-        taken = {*there, *self._coming, *self._leaving}
+                self.coming[name].cancel()
+        taken = {*there, *self.coming, *self.leaving}
         free = (name for name in map("engine-{}".format, count()) if name not in taken)
         for name in islice(free, max(0, wanted - len(there))):
             self.left[name] = self.restarts
@@ -311,7 +312,7 @@ class Router:
     async def _ask(self, replica: Replica, request: Request, handed: Handed | None) -> Completion | None:
         """The completion, or None: the replica is lost, ask again."""
         version = self.version
-        with self._balance.serving(request.prompt, replica):
+        with self.balance.serving(request.prompt, replica):
             on_tokens = None if handed is None else handed.begin(replica)
             done = await self._result(replica, replica.engine.generate(request, on_tokens), handed)
         if done is None:
@@ -362,14 +363,14 @@ class Router:
         self._can, replica.state = replica.engine.can, "serving"
         self.replicas[replica.name] = replica
         self.left.setdefault(replica.name, self.restarts)
-        self._balance.add(replica)
+        self.balance.add(replica)
         self._tell()
 
     def _away(self, name: str) -> Replica | None:
         """Take it out of those that serve."""
         replica = self.replicas.pop(name, None)
         if replica is not None:
-            self._balance.remove(replica)
+            self.balance.remove(replica)
         return replica
 
     async def _listen(self, wish: Callable[[], Wish | None]) -> None:
@@ -414,12 +415,12 @@ class Router:
 
     def _bringing(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Make a replica beside all else."""
-        task = self._coming[name] = asyncio.get_running_loop().create_task(work)
+        task = self.coming[name] = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(partial(self._brought, name))
 
     def _brought(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._coming.get(name) is task:
-            del self._coming[name]
+        if self.coming.get(name) is task:
+            del self.coming[name]
         self._tell()
 
     async def _made(self, name: str) -> Replica:
@@ -440,7 +441,7 @@ class Router:
             raise WhetError(self._gate.closed)
         if self.replicas:
             return
-        if not self._coming:
+        if not self.coming:
             last = "; ".join(f"{name}: {why}" for name, why in self.dropped[-3:]) or "no replica ever joined"
             raise WhetError(
                 f"no engine replica is left and none is starting ({last}). Fix the cause, or raise "
@@ -578,7 +579,7 @@ class Router:
         watched: set[Replica] = set()
         while True:
             await asyncio.sleep(self.health_timeout_s / LOOKS)
-            watched |= {*self.replicas.values(), *self._leaving.values()}
+            watched |= {*self.replicas.values(), *self.leaving.values()}
             watched = {r for r in watched if r.state in ("serving", "leaving") and r.asked}
             if not watched:
                 return
