@@ -50,7 +50,7 @@ from whet.data.call_formats import (
     _Listed,
     _Tags,
 )
-from whet.data.calls import ANALYSIS, ReplyForm, _thinks, read_reply
+from whet.data.calls import ANALYSIS, ReplyForm, has_thoughts, read_reply
 from whet.types import Json, Message, ToolCall, ToolSpec
 
 
@@ -84,7 +84,7 @@ def write_calls(
 
 
 def _written(form: ReplyForm, calls: Sequence[ToolCall], content: str, reasoning: str | None) -> str:
-    if (calls and form.calls is None) or (reasoning is not None and not _thinks(form)):
+    if (calls and form.calls is None) or (reasoning is not None and not has_thoughts(form)):
         raise ValueError(f"The form {form} has no markers for {'calls' if calls else 'reasoning'}.")
     entry = CALL_FORMATS[form.calls] if form.calls is not None else None
     called = WRITERS[form.calls](calls) if form.calls and calls else ""

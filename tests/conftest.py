@@ -142,7 +142,7 @@ def _quick_runs() -> Iterator[None]:
     idle = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch, forked.lines_forked():
         patch.setattr("whet.api.gc", idle)
-        patch.setattr("whet.track.curve._figure", lambda found: Figure(figsize=(1, 1), dpi=20))
+        patch.setattr("whet.track.curve.figure", lambda found: Figure(figsize=(1, 1), dpi=20))
         patch.setattr(os, "fsync", lambda handle: None)
         patch.setattr("whet.job.prove_exact", proofs.once)
         patch.setattr("whet.job.self_test", proofs.tested)

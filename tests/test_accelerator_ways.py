@@ -172,11 +172,11 @@ def test_what_computes_stays_where_it_is_when_parts_rest_on_the_host() -> None:
 def test_flash_attention_is_asked_for_what_it_computes(
     monkeypatch: pytest.MonkeyPatch, size: int, capability: tuple[int, int], fits: bool
 ) -> None:
-    monkeypatch.setattr(torch_ops, "_has_flash", torch_ops._has_flash.__wrapped__)
+    monkeypatch.setattr(torch_ops, "has_flash", torch_ops.has_flash.__wrapped__)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: capability)
     q: Any = SimpleNamespace(is_cuda=True, dtype=HALF, shape=(3, 4, size), device=torch.device("cuda", 0))
     how = torch_ops.Weighing(scale=1.0, window=None, softcap=None, sinks=None)
-    assert torch_ops._fits_varlen(q, how) is fits
+    assert torch_ops.fits_varlen(q, how) is fits
 
 
 # ---------------------------------------------------------------- what a step of the optimizer asks

@@ -365,7 +365,7 @@ def nested(key: str, value: Any) -> Json:
     return value  # type: ignore[no-any-return]
 
 
-KEYS = deepspeed._ours(given({}, "train.micro_batch_rollouts=4").stages[0])
+KEYS = deepspeed.run_values(given({}, "train.micro_batch_rollouts=4").stages[0])
 
 
 @pytest.mark.parametrize("key", KEYS)

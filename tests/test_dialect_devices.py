@@ -131,8 +131,8 @@ def test_what_frees_a_gpu_is_left_out_where_there_is_none(
     assert two.config.train.compile
     assert load(cosmos, ["whet.train.offload=[]", "train.activation_offload=true"]).config.train.offload == ()
     found = {("train", "compile"): True}
-    assert here._left_out((), found, gpu=True, ranks=4, ep=1) == {}
-    assert "ep" in here._left_out((), found, gpu=True, ranks=4, ep=2)["train", "compile"][1]
+    assert here.left_out((), found, gpu=True, ranks=4, ep=1) == {}
+    assert "ep" in here.left_out((), found, gpu=True, ranks=4, ep=2)["train", "compile"][1]
 
 
 def test_a_rehearsal_is_one_process_on_this_device(cosmos: Path, tmp_path: Path) -> None:

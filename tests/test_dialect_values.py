@@ -29,11 +29,11 @@ from whet.config.schema import Config
 from whet.config.tree import merge, path_of
 from whet.dialects.kinds import KINDS, accepts, same, understood
 from whet.dialects.row import Reference, Row
-from whet.dialects.rules import _rules
+from whet.dialects.rules import rules_of
 from whet.dialects.style import overridden
 from whet.dialects.tables import FILES, Dialect, dialect, parts
 from whet.dialects.translate import translate
-from whet.dialects.typed import _lines
+from whet.dialects.typed import lines_of
 from whet.dialects.values import nested, reading
 from whet.dialects.versions import VERSIONS
 from whet.tables import lines
@@ -91,7 +91,7 @@ def texts_of(system: str, module: str) -> tuple[str, ...]:
 def compared(system: str) -> dict[str, list[str]]:
     """By key: the words that rules compare it with."""
     found: dict[str, list[str]] = {}
-    for line in (line for ruled in _rules(system).values() for line in ruled):
+    for line in (line for ruled in rules_of(system).values() for line in ruled):
         for key, word in re.findall(r"([\w.]+) is (?:not )?(?:one of )?([\w.-]+)", line["when"]):
             found.setdefault(key, []).append(word)
     return found
@@ -138,7 +138,7 @@ def values_of(row: Row) -> Iterator[Json]:
 def words_of(row: Row, system: str) -> Iterator[str]:
     """Words that its function may know, where it may be any text."""
     yield from compared(system).get(row.key, ())
-    yield from (line["value"] for line in _lines(system, row.key))
+    yield from (line["value"] for line in lines_of(system, row.key))
     if row.function and (not row.type or "text" in row.type.split("|")):
         yield from texts_of(system, row.function.split(".")[0])
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from test_forward import OTHERS, foreign, shaken
-from whet.models import elementwise, kernels
+from whet.models import build, elementwise, kernels
 from whet.models.elementwise import Kind, activation, tanh_
 from whet.models.forward import decoder
 from whet.models.logprob_parity import self_test
@@ -23,7 +23,7 @@ X = torch.cat(
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    if elementwise._lib() is None:
+    if build.if_built() is None:
         pytest.skip("no compiler")
 
 

@@ -95,9 +95,10 @@ def attention_agrees() -> bool:
     generator = torch.Generator().manual_seed(3)
     for inner, columns in ((16, 16), (16, 128), (128, 16)):
         a, b = (torch.randn(2, *size, generator=generator) for size in ((65, inner), (inner, columns)))
-        whole = torch_ops._product(a, b)
+        whole = torch_ops.batched_product(a, b)
         if any(
-            not torch.equal(torch_ops._product(a[:, :n], b), whole[:, :n]) for n in (1, 2, 3, 4, 5, 7, 16, 33)
+            not torch.equal(torch_ops.batched_product(a[:, :n], b), whole[:, :n])
+            for n in (1, 2, 3, 4, 5, 7, 16, 33)
         ):
             return False
     return True

@@ -78,7 +78,7 @@ def test_words_over_values(words: str, values: dict[str, object], holds: bool) -
 )
 def test_what_is_set(text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     line = {"rule": "set", "when": "", "native": "model.path", "text": text}
-    monkeypatch.setattr(rules, "_rules", lambda system: {"x.y": [line]})
+    monkeypatch.setattr(rules, "rules_of", lambda system: {"x.y": [line]})
     ask = rules.function.__wrapped__("verl", "x.y")
     assert ask({"a.b": {"x": [1]}, "c.d": 7, "e.f": "text", "g.h": "bf16"}) == {"model.path": value}
 
@@ -94,7 +94,7 @@ def test_a_value_that_is_none_of_a_choice(
     value: str, error: type[ConfigError], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = {"rule": "set", "when": "", "native": "model.dtype", "text": "{g.h:as sft dtype}"}
-    monkeypatch.setattr(rules, "_rules", lambda system: {"x.y": [line]})
+    monkeypatch.setattr(rules, "rules_of", lambda system: {"x.y": [line]})
     with pytest.raises(error) as raised:
         rules.function.__wrapped__("verl", "x.y")({"g.h": value})
     assert (type(raised.value), str(raised.value)) == (error, said)
@@ -105,7 +105,7 @@ def test_entries_are_added_to_what_is_set(monkeypatch: pytest.MonkeyPatch) -> No
     keys = ("rule", "when", "text")
     monkeypatch.setattr(
         rules,
-        "_rules",
+        "rules_of",
         lambda system: {"x.y": [{**dict(zip(keys, line)), "native": "train.offload"} for line in told]},
     )
     ask = rules.function.__wrapped__("verl", "x.y")
@@ -124,7 +124,7 @@ def test_what_stands_before_a_line_that_does_not_hold_counts(monkeypatch: pytest
     )
     other = {"rule": "set", "when": "", "native": "model.dtype", "text": "bfloat16"}
     found = {"x.y": [dict(zip(names, line)) for line in told], "x.z": [other]}
-    monkeypatch.setattr(rules, "_rules", lambda system: found)
+    monkeypatch.setattr(rules, "rules_of", lambda system: found)
     monkeypatch.setattr(rules, "function", rules.function.__wrapped__)
     ask = rules.function("verl", "x.y")
     assert ask({"a.b": 1}) == {"model.path": 1}
@@ -141,7 +141,7 @@ def test_the_first_rule_that_does_not_pass_ends_the_matter(monkeypatch: pytest.M
         ("refused", "a.b > 3", "a.b={a.b}, not {c.d:shown}"),
         ("others", "a.b is 2", "no language model"),
     )
-    monkeypatch.setattr(rules, "_rules", lambda system: {"x.y": [dict(zip(names, line)) for line in told]})
+    monkeypatch.setattr(rules, "rules_of", lambda system: {"x.y": [dict(zip(names, line)) for line in told]})
     ask = rules.function.__wrapped__("verl", "x.y")
     assert ask({"a.b": 0, "c.d": "x"}) == ask({"a.b": 1, "c.d": "x"}) == NOTHING
     for value, error, said in (

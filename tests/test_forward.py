@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from test_packing import batch_of
 from tiny import FAMILIES, SPARSE, VOCAB, tiny_model
-from whet.models import elementwise, fused_forward, kernels
+from whet.models import build, fused_forward, kernels
 from whet.models.attention import CachedAttention, KvCache, PackedAttention
 from whet.models.forward import Decoder, decoder
 from whet.models.kernels import Ops
@@ -207,7 +207,7 @@ def over_cache(kind: str, ops: Ops) -> list[Tensor]:
     return found
 
 
-@pytest.mark.skipif(elementwise._lib() is None, reason="no compiler")
+@pytest.mark.skipif(build.if_built() is None, reason="no compiler")
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_whole_layers_over_the_cache_have_the_bits_of_single_operations(kind: str) -> None:
     ops, calls = kernels.load("compiled"), []

@@ -384,7 +384,7 @@ def test_a_reply_that_cannot_be_sampled_is_not_an_empty_one(tmp_path: Path) -> N
         sample_logprobs=[0.0], versions=[-1], finish_reason="abort", text="", error="the engine is gone",
     )  # fmt: skip
     with module.Kept(tmp_path / "k", "s") as kept, pytest.raises(WhetError) as e:
-        module._check_sampled(Group(rollout.task, (rollout,)), kept)
+        module.check_sampled(Group(rollout.task, (rollout,)), kept)
     assert "reply 2 to row 5 could not be sampled: the engine is gone" in str(e.value)
 
 

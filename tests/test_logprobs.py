@@ -57,7 +57,7 @@ HEADS = {
 def test_values_and_gradients(
     kind: str, temperature: Temperature, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_KEEP", keep)
+    monkeypatch.setattr(logprobs, "KEEP", keep)
     head = head_of(**HEADS[kind])  # type: ignore[arg-type]
     hidden_AD, targets_A = rows()
     hidden_AD.requires_grad_()
@@ -96,7 +96,7 @@ def test_entropy_has_no_gradient_unless_asked_for() -> None:
 
 
 def test_large_vocabularies_never_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_KEEP", 0)
+    monkeypatch.setattr(logprobs, "KEEP", 0)
     widest = 0
 
     def spy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def test_large_vocabularies_never_hold_all_logits(monkeypatch: pytest.MonkeyPatc
 def test_second_backward_fails_instead_of_reading_overwritten_logits(
     keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_KEEP", keep)
+    monkeypatch.setattr(logprobs, "KEEP", keep)
     hidden_AD, targets_A = rows()
     hidden_AD.requires_grad_()
     logp_A, _ = token_logprobs(hidden_AD, targets_A, head=head_of(), ops=OPS, chunk=8)

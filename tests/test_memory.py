@@ -23,7 +23,7 @@ from whet.config import hardware, memory, memory_estimate
 from whet.config.load import load
 from whet.config.memory import Lengths, PeakBatch, Setting, largest
 from whet.config.plan import Plan, plans
-from whet.config.rank_share import _cut
+from whet.config.rank_share import held_size
 from whet.config.schema import ParallelConfig, TrainConfig
 from whet.config.sizes import Shape, config_sizes, folder_shape, with_tensors
 from whet.models import expert_parallel, fused_forward, kernels, logprobs, tensor_parallel
@@ -170,7 +170,7 @@ def test_forwards_have_their_own_cut_or_the_updates():
 
 
 def test_the_numbers_of_the_code_are_the_codes():
-    assert memory.KEPT_LOGITS == logprobs._KEEP
+    assert memory.KEPT_LOGITS == logprobs.KEEP
     for size in (61, 151936, 1 << 28):
         with torch.device("meta"):
             head = logprobs.OutputHead(torch.nn.Linear(8, size))
@@ -388,12 +388,12 @@ def test_a_model_that_is_not_there_is_not_refused():
     ("text", "limited"), [("1048576\n", True), ("max\n", False), (f"{1 << 62}\n", False)]
 )
 def test_a_container_has_what_it_is_allowed(text, limited, tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "_CGROUP", (tmp_path / "none",))
+    monkeypatch.setattr(hardware, "CGROUP", (tmp_path / "none",))
     whole = hardware.ram_bytes()
     assert whole > 1 << 28
     file = tmp_path / "memory.max"
     file.write_text(text)
-    monkeypatch.setattr(hardware, "_CGROUP", (file, tmp_path / "none"))
+    monkeypatch.setattr(hardware, "CGROUP", (file, tmp_path / "none"))
     assert hardware.ram_bytes() == (1 << 20 if limited else whole)
 
 
@@ -441,17 +441,17 @@ def test_memory_of_the_gpu(library, visible, gib, monkeypatch):
             raise OSError(name)
         return library
 
-    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(hardware, "version", lambda name: "2.13.0+cu126")
     monkeypatch.setattr(ctypes, "CDLL", cdll)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert hardware._cuda_bytes.__wrapped__() == (None if gib is None else gib << 30)
+    assert hardware.cuda_bytes_here.__wrapped__() == (None if gib is None else gib << 30)
 
 
 def test_a_torch_without_cuda_has_no_gpu(monkeypatch):
     monkeypatch.setattr(hardware, "version", lambda name: "2.13.0+cpu")
-    assert hardware._cuda_bytes.__wrapped__() is None
+    assert hardware.cuda_bytes_here.__wrapped__() is None
 
 
 def test_the_first_example_is_small(monkeypatch):
@@ -517,7 +517,7 @@ def test_the_tensors_of_a_rank_are_those_of_its_module():
         if cuts is None:
             expert_parallel.apply(made, one)
         found = {n: tuple(p.shape) for n, p in made.named_parameters()}
-        assert {n: _cut(n, s, layout) for n, s in shape.tensors.items()} == found, dims
+        assert {n: held_size(n, s, layout) for n, s in shape.tensors.items()} == found, dims
 
 
 def test_what_is_together_has_to_fit():

@@ -321,7 +321,7 @@ def test_the_same_code_runs_where_nothing_confines_it(tmp_path, rows):
     """What makes the silence of the others mean something: a reward of the user's own is free."""
 
     def free(response, task):
-        return gym._verifier("string_insertion")(response, task.extra["entry"])
+        return gym.verifier("string_insertion")(response, task.extra["entry"])
 
     with payloads.watching(tmp_path) as watch:
         free_group = group(task("", extra={"entry": rows["string_insertion"]}), *watch.codes.values())
@@ -366,7 +366,7 @@ def compiled(names: list[str], rows: dict, code: str) -> dict[str, float]:
         for row in (rows[name], *payloads.poisoned(rows[name], code)):
             for reply in (code, f"[{code}]", row["answer"], "[1]"):
                 with contextlib.suppress(Exception):
-                    gym._verifier(name)(reply, row)
+                    gym.verifier(name)(reply, row)
     return {"score": 0.0, **{name: float(seen.count(name)) for name in names}}
 
 

@@ -17,7 +17,7 @@ from tiny import tiny_model
 from whet.config.load import load
 from whet.config.plan import plans
 from whet.config.schema import OptimizerConfig, PrecisionConfig
-from whet.models import kernels, narrow_adam, precision
+from whet.models import build, kernels, narrow_adam, precision
 from whet.models.narrow_adam import packed, unpacked
 from whet.models.offload import kept_on_host
 from whet.models.optim import Optimizer as Opt
@@ -551,7 +551,7 @@ def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 1000])
 def test_squares_are_summed_in_sixteen_lanes(count: int, dtype: torch.dtype) -> None:
     """By hand: number i goes to lane i % 16; the upper half of the lanes is added to the lower one, and so on."""
-    if precision._lib() is None:
+    if build.if_built() is None:
         pytest.skip("no compiler")
     g = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
     lanes = [0.0] * 16
@@ -565,10 +565,10 @@ def test_squares_are_summed_in_sixteen_lanes(count: int, dtype: torch.dtype) -> 
 
 
 def test_the_norm_sums_large_tensors_some_rows_at_a_time(monkeypatch):
-    """Where there is no compiler."""
-    monkeypatch.setattr(precision, "_lib", lambda: None)
+    """Where C does not compute: here since they are float64."""
     torch.manual_seed(0)
-    grads = [torch.randn(7, 5), torch.randn(40), torch.randn(3, 2, 4).transpose(0, 2), torch.tensor(2.0)]
+    sizes = (torch.randn(7, 5), torch.randn(40), torch.randn(3, 2, 4).transpose(0, 2), torch.tensor(2.0))
+    grads = [g.double() for g in sizes]
     exact = sum(float((g.double() ** 2).sum()) for g in grads) ** 0.5
     seen: list[int] = []
     norm = torch.linalg.vector_norm
@@ -578,7 +578,7 @@ def test_the_norm_sums_large_tensors_some_rows_at_a_time(monkeypatch):
     assert float(precision.total_norm(grads)) == pytest.approx(exact, rel=1e-15)
     assert seen == [35, 40, 24, 1]
     seen.clear()
-    monkeypatch.setattr(precision, "_NORMED", 10)
+    monkeypatch.setattr(precision, "NORMED", 10)
     assert float(precision.total_norm(grads)) == pytest.approx(exact, rel=1e-15)
     assert max(seen) == 10
     assert sum(seen) == 35 + 40 + 24 + 1

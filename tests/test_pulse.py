@@ -37,7 +37,7 @@ from whet.rollout.native.engine import NativeEngine
 from whet.storage.manifests import digest
 from whet.storage.stores import send
 from whet.sync import relay
-from whet.sync.relay import RootSeat
+from whet.sync.relay import Relay
 from whet.types import Group, Sampling, ScoreRequest
 
 ROOT = Path(__file__).parents[1]
@@ -142,11 +142,18 @@ def test_files_that_are_digested_and_sent_are_heard(heard: Counter[str], tmp_pat
 def test_a_broadcast_is_heard_while_it_lasts(
     heard: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "_BEAT_S", 0.01)
-    beats = lambda: heard["the broadcast of weights version 3"] >= 2  # noqa: E731
-    monkeypatch.setattr(relay, "_send", lambda *_, **__: until(beats, within_s=30.0))
-    sent: Any = relay._sent(RootSeat((), "", 0, "cpu"), tmp_path, 3, timeout_s=1.0, held=None)
-    assert sent is True
+    class Slow:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def send(self, version: int, *_: Any, **__: Any) -> str:
+            assert until(lambda: heard[f"the broadcast of weights version {version}"] >= 2, within_s=30.0)
+            return "sent"
+
+    monkeypatch.setattr(relay, "BEAT_S", 0.01)
+    monkeypatch.setattr(relay, "Collective", Slow)
+    end: Any = SimpleNamespace(names=("policy",), host="", port=0, device=torch.device("cpu"), timeout_s=1.0)
+    policy: Any = SimpleNamespace(call=lambda function: function())
+    assert Relay(end, policy, tmp_path).send(3, ()) == "sent"
 
 
 def test_rows_and_tensors_are_heard(heard: Counter[str], tmp_path: Path, monkeypatch: Any) -> None:

@@ -335,7 +335,7 @@ def test_a_shared_lock_whose_file_is_deleted_lets_nobody_in(
 
     def entered() -> AbstractContextManager[object]:
         if kind == "fetch":
-            return fetch._alone(tmp_path)
+            return fetch.alone(tmp_path)
         return queue_files.FilesLog(tmp_path, queue="q").turn()
 
     with entered():

@@ -147,14 +147,14 @@ def test_what_is_too_old_leaves():
 
 def test_noise_is_standard_normal_and_of_the_task_and_use_alone():
     replay, other = make(seed=7), make(seed=8)
-    noises = [replay._noise(ReplayEntry(group(uid), 0, uses, 1)) for uid in range(400) for uses in range(5)]
+    noises = [replay.noise(ReplayEntry(group(uid), 0, uses, 1)) for uid in range(400) for uses in range(5)]
     assert abs(statistics.fmean(noises)) < 4 / len(noises) ** 0.5
     assert abs(statistics.pstdev(noises) - 1) < 4 / (2 * len(noises)) ** 0.5
     assert len(set(noises)) == len(noises)
     assert (
-        replay._noise(ReplayEntry(group(3), 9, 2, 5))
+        replay.noise(ReplayEntry(group(3), 9, 2, 5))
         == noises[3 * 5 + 2]
-        != other._noise(ReplayEntry(group(3), 9, 2, 5))
+        != other.noise(ReplayEntry(group(3), 9, 2, 5))
     )
 
 
@@ -235,7 +235,7 @@ class Naive:
         self.settings = settings
         made = chosen({k: settings[k] for k in ("name", "sigma", "use_limit")}, PRIORITIES, "")
         self.rank = priority(made.name, made.settings)
-        self.noise = make()._noise
+        self.noise = make().noise
         self.here: list[ReplayEntry] = []
         self.rest: list[tuple[float, int, ReplayEntry]] = []
         self.serial = self.draws = self.came = self.draws_since = 0

@@ -21,7 +21,7 @@ import pytest
 from whet.data import parquet
 from whet.envs import search as search_module
 from whet.envs.arguments import section
-from whet.envs.search import Documents, build, search, search_texts, search_tool
+from whet.envs.search import Documents, build, connect, search, search_texts, search_tool
 from whet.guard.nursery import fork
 from whet.types import ConfigError, DataError
 
@@ -226,10 +226,8 @@ def test_of_a_parquet_file_only_the_columns_of_documents_are_read(
 
 
 def test_nobody_writes_to_an_index(tmp_path: Path) -> None:
-    from whet.envs.search import _read
-
     index = build(documents(tmp_path))
-    connection = _read(index)
+    connection = connect(index)
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         connection.execute("DELETE FROM documents")
     connection.close()

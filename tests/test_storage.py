@@ -395,11 +395,11 @@ def test_who_waits_for_another_that_fetches_says_so_and_has_an_end(
 ) -> None:
     for name, seconds in (("LOCK_S", 0.2), ("SAY_S", 0.0), ("LOOK_S", 0.01)):
         monkeypatch.setattr(fetch, name, seconds)
-    with fetch._alone(tmp_path), pytest.raises(WhetError, match=r"\.lock was locked by another"):  # noqa: SIM117
-        with fetch._alone(tmp_path):
+    with fetch.alone(tmp_path), pytest.raises(WhetError, match=r"\.lock was locked by another"):  # noqa: SIM117
+        with fetch.alone(tmp_path):
             pytest.fail("two at a time")
     assert "waiting for another fetching process" in capsys.readouterr().err
-    with fetch._alone(tmp_path):
+    with fetch.alone(tmp_path):
         pass
 
 

@@ -148,7 +148,7 @@ def test_a_folder_that_goes_while_it_is_read_stays_readable_or_is_named(tmp_path
         path.unlink()
     (tmp_path / "00000002").rmdir()
     with pytest.raises(WhetError, match=r"version 2 in .* did not arrive"):
-        Files(tmp_path, timeout_s=0.05)._await(2, None)
+        next(Files(tmp_path, timeout_s=0.05).receive(2))
 
 
 def torn(folder: Path, how: str) -> None:

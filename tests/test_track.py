@@ -40,7 +40,7 @@ from whet.types import ConfigError, FinishReason, Group, Rollout, Task, WhetErro
 from whet.view import answers
 from whet.view.source import ShownRuns
 
-FIGURE = curve._figure
+FIGURE = curve.figure
 """As it is before conftest.py puts an empty one in its place."""
 
 
@@ -516,7 +516,7 @@ def test_rewards_of_given_pairs_are_no_headline(tmp_path: Path) -> None:
 def test_a_picture_is_drawn_of_whatever_there_is(
     tmp_path: Path, numbers: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(curve, "_figure", FIGURE)
+    monkeypatch.setattr(curve, "figure", FIGURE)
     path = curve.plot(write(tmp_path, [("s", n, numbers) for n in range(1, 4)]))
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")

@@ -466,7 +466,7 @@ def test_swanlab_does_not_record_a_command_line_with_a_secret(
 ) -> None:
     """It reads it from the system, where sys.argv without secrets changes nothing."""
     (tmp_path / "cmdline").write_text(given.replace(" ", "\0"))
-    monkeypatch.setattr(remote, "_COMMAND_LINE", tmp_path / "cmdline")
+    monkeypatch.setattr(remote, "COMMAND_LINE", tmp_path / "cmdline")
     secrets.learn("JUDGE_KEY", "sk-12345678")
     start(tmp_path / "run", config("swanlab"))
     (tmp_path / "cmdline").unlink()  # macOS has none
@@ -484,7 +484,7 @@ def test_a_later_run_of_swanlab_records_the_system_as_its_user_says(
         monkeypatch.setenv("SWANLAB_PROBE_RUNTIME", set_before)
     secrets.learn("JUDGE_KEY", "sk-12345678")
     (tmp_path / "cmdline").write_text("whet train key=sk-12345678")
-    monkeypatch.setattr(remote, "_COMMAND_LINE", tmp_path / "cmdline")
+    monkeypatch.setattr(remote, "COMMAND_LINE", tmp_path / "cmdline")
     start(tmp_path / "run", config("swanlab"))
     swanlab.error = RefusalError("no key")
     with pytest.raises(ConfigError):
@@ -515,8 +515,8 @@ def test_no_tracker_asks_for_its_key_at_a_terminal(
 def test_the_terminal_is_back_when_trackers_of_two_threads_are_made_at_once() -> None:
     """The second found the first one's empty input, and put that back, closed."""
     given, first, second = sys.stdin, ExitStack(), ExitStack()
-    first.enter_context(trackers._unanswered())
-    second.enter_context(trackers._unanswered())
+    first.enter_context(trackers.unanswered())
+    second.enter_context(trackers.unanswered())
     first.close()
     assert sys.stdin.read() == ""
     second.close()
@@ -783,10 +783,14 @@ def test_a_tracker_that_hangs_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slow = Slow(lambda: caplog.text)
-    monkeypatch.setattr(trackers, "load_object", lambda at, what: slow.made)
+    load = trackers.load_object
+    monkeypatch.setattr(
+        trackers, "load_object", lambda at, what: slow.made if "Wandb" in at else load(at, what=what)
+    )
     with Watch(quiet_s=0.1):
-        sinks = Sinks(config("wandb"), RunDirectory(tmp_path, ("main",)), None)
-        assert trackers._made("wandb", sinks) is slow
+        _, bounded = open_trackers(config("wandb"), RunDirectory(tmp_path, ("main",)))
+        assert isinstance(bounded, trackers.Bounded)
+        assert bounded.tracker is slow
         with naming(slow, "main", 3):
             slow.log("main", 3, metrics={}, timings={})
         trackers.close(slow)
@@ -907,7 +911,7 @@ def test_the_threads_of_a_tracker_are_known() -> None:
             threading.Thread(target=end.wait, name="logging").start()
         trackers.close(sends)
         for name in ("closing", "logging"):
-            assert f"{name} of Sends (track.trackers)" in leftover._left()
+            assert f"{name} of Sends (track.trackers)" in leftover.left()
     finally:
         end.set()
 

@@ -162,7 +162,7 @@ def test_the_kernels_compile(name: str, capability: int, dtype: torch.dtype) -> 
 
 
 def test_blocks_cover_a_vocabulary() -> None:
-    assert [triton_ops._power(n) for n in (0, 1, 2, 3, 64, 65, 151936 // 4096 + 1)] == [
+    assert [triton_ops.next_power(n) for n in (0, 1, 2, 3, 64, 65, 151936 // 4096 + 1)] == [
         1,
         1,
         2,

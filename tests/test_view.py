@@ -565,7 +565,7 @@ def test_a_timeline_of_more_lanes_than_spans_are_drawn(
     monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """As that of thousands of ranks: each lane keeps a span, and the joining of neighbours ends."""
-    passes, closer = [0], records._closer
+    passes, closer = [0], records.closer
 
     def counted(some: Sequence[records.Drawn], width: float) -> list[records.Drawn]:
         passes[0] += 1
@@ -573,7 +573,7 @@ def test_a_timeline_of_more_lanes_than_spans_are_drawn(
         return closer(some, width)
 
     monkeypatch.setattr(records, "MOST_SPANS", 3)
-    monkeypatch.setattr(records, "_closer", counted)
+    monkeypatch.setattr(records, "closer", counted)
     span = Span(name="a", lane="w", kind="work", stage="s", step=1, start_ns=0, end_ns=0, busy_ns=0)
     last = replace(span, start_ns=round(seconds * 1e9), end_ns=round(seconds * 1e9))
     found = records.merged({("", str(n)): [span, last] for n in range(5)}, seconds)

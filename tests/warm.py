@@ -23,7 +23,7 @@ PIL.Image.init()
 get_checkpoint_conversion_mapping("")  # a thousand patterns, for every model that is saved
 for each in weakref.finalize._registry:  # type: ignore[attr-defined]  # a thousand of torch's, when a process ends
     each.atexit = False
-curve._figure = lambda found: Figure(figsize=(1, 1), dpi=20)
+curve.figure = lambda found: Figure(figsize=(1, 1), dpi=20)
 gc.collect()
 gc.freeze()
 pages.enlarge()

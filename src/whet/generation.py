@@ -295,7 +295,7 @@ async def _sample(
         display.phase("generate")
         async with aclosing(in_order(tasks, ask, at_once=at_once)) as groups:
             async for group in groups:
-                _check_sampled(group, kept)
+                check_sampled(group, kept)
                 kept.add([rollout.text for rollout in group.rollouts])
                 display.step({}, {})
     finally:
@@ -304,7 +304,8 @@ async def _sample(
             await models.engine.close()
 
 
-def _check_sampled(group: Group, kept: Kept) -> None:
+def check_sampled(group: Group, kept: Kept) -> None:
+    """WhetError for a reply that could not be sampled."""
     for rollout in group.rollouts:
         if rollout.error is not None:
             raise WhetError(

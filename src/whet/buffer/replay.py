@@ -160,7 +160,7 @@ class Replay:
         return ReplayEntry(group, oldest_version(group), uses, self._serial)
 
     def _enter(self, entry: ReplayEntry) -> None:
-        found = self._priority(entry, self._noise(entry))
+        found = self._priority(entry, self.noise(entry))
         if found is None:
             self._leave(entry, "unwanted")
             return
@@ -202,7 +202,7 @@ class Replay:
         if entry.uses == 0:
             self._left.append((reason, entry.group))
 
-    def _noise(self, entry: ReplayEntry) -> float:
+    def noise(self, entry: ReplayEntry) -> float:
         """Standard normal, by Box and Muller."""
         stream = seeds.key(self._seed, "replay", entry.group.task.uid, entry.uses)
         u, v = seeds.uniforms(stream, 0, 2)

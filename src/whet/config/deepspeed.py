@@ -146,7 +146,7 @@ def _contradicted(cfg: Config, own: Json) -> Iterator[tuple[str, str]]:
         given = _get(own, key)
         if given not in (None, AUTO) and not isinstance(given, Mapping):
             yield KEY, f"{key}={shown(given)}: expected a table of keys"
-    for key, (wanted, of) in _ours(cfg).items():
+    for key, (wanted, of) in run_values(cfg).items():
         given = _get(own, key)
         if given not in (None, AUTO, wanted):
             says = f"{shown(wanted)} ({of})" if wanted is not None else f"nothing that could be equal ({of})"
@@ -167,7 +167,7 @@ def _says_nothing(key: str, given: Any) -> bool:
     return given in (None, AUTO) or (type(given) is type(off) and given == off)  # true is not 1
 
 
-def _ours(cfg: Config) -> dict[str, tuple[Any, str]]:
+def run_values(cfg: Config) -> dict[str, tuple[Any, str]]:
     """By the key of a deepspeed_config: what the run has, and where it says so. None: nothing that is one number."""
     train, opt = cfg.train, cfg.train.optimizer
     rollouts = train.tasks_per_step * cfg.rollout.group_size // train.minibatches

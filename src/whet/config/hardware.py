@@ -14,13 +14,14 @@ from pathlib import Path
 
 from whet.types import ConfigError
 
-_CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux says what a container may take: in version 2 of cgroups, and in version 1."""
 
 
 def ram_bytes() -> int:
     """Memory of the machine, or of the container where that has less."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [file.read_text().strip() for file in _CGROUP if file.is_file()]
+    limits = [file.read_text().strip() for file in CGROUP if file.is_file()]
     return min([whole, *(int(limit) for limit in limits if limit.isdigit())])
 
 
@@ -79,11 +80,12 @@ def cuda_bytes() -> int | None:
     other = elsewhere()
     if other is not None:
         return other.gpu_bytes if other.gpus else None
-    return _cuda_bytes()
+    return cuda_bytes_here()
 
 
 @cache
-def _cuda_bytes() -> int | None:
+def cuda_bytes_here() -> int | None:
+    """Of this machine, whatever others a run is planned for."""
     with _nvml() as nvml:
         if nvml is None:
             return None

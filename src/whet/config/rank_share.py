@@ -57,7 +57,7 @@ def part(
 ) -> RankShare:
     """The part of the at-th rank of pp."""
     shard = shards(layout)
-    held = {name: _cut(name, size, layout) for name, size in shape.tensors.items()}
+    held = {name: held_size(name, size, layout) for name, size in shape.tensors.items()}
     mine = _stage(held, shape, layout, at)
     by_layer: dict[int, dict[str, tuple[int, ...]]] = {_REST: {}}
     for name, size in mine.items():
@@ -116,7 +116,7 @@ def _stage(tensors: Tensors, shape: Shape, layout: ParallelConfig, at: int) -> T
     return {name: size for name, size in tensors.items() if mine(name)}
 
 
-def _cut(name: str, size: tuple[int, ...], layout: ParallelConfig) -> tuple[int, ...]:
+def held_size(name: str, size: tuple[int, ...], layout: ParallelConfig) -> tuple[int, ...]:
     """The size of a tensor on one rank of tp and ep, rounded up."""
     if ".experts." in name:
         at = 1 if "gate_up_proj" in name else 2

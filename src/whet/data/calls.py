@@ -96,7 +96,7 @@ def read_reply(
 
     Takes time in proportion to the text. Errors: ValueError for `opened` where the form has no reasoning.
     """
-    if opened and not _thinks(form):
+    if opened and not has_thoughts(form):
         raise ValueError("A reply can begin inside a thought only if its form marks reasoning.")
     reading = ReplyReader(text, tools, opened=opened)
     try:
@@ -108,7 +108,8 @@ def read_reply(
     return Message("assistant", _content(reading, form), _reasoning(reading), tuple(reading.calls))
 
 
-def _thinks(form: ReplyForm) -> bool:
+def has_thoughts(form: ReplyForm) -> bool:
+    """Whether a reply of this form can have a marked thought."""
     return form.thinking is not None or form.channels
 
 

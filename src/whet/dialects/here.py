@@ -81,7 +81,7 @@ def _changes(tree: dict[str, Json], at: Path, found: Mapping[Path, Json]) -> Cha
         out |= _together(_path(at, APART), found, _ranks(sizes), devices, here)
     out |= _served(_path(at, OPTIONS), _path(at, SLEEP), found, devices, here)
     ranks = _ranks(sizes)
-    return out | _left_out(at, found, gpu=devices > 0, ranks=ranks, ep=sizes.get("ep", 1))
+    return out | left_out(at, found, gpu=devices > 0, ranks=ranks, ep=sizes.get("ep", 1))
 
 
 def _ranks(sizes: Mapping[str, int]) -> int:
@@ -123,7 +123,7 @@ def _together(path: Path, found: Mapping[Path, Json], ranks: int, devices: int, 
     return {path: (None, told)}
 
 
-def _left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep: int) -> Changes:
+def left_out(at: Path, found: Mapping[Path, Json], *, gpu: bool, ranks: int, ep: int) -> Changes:
     """What frees or hastens a GPU where there is none, or cannot be done as the models lie here."""
     offload, compiled = _path(at, "train.offload"), _path(at, "train.compile")
     out: Changes = {}

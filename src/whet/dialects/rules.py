@@ -55,7 +55,7 @@ _AS: Mapping[str, Callable[[Json], str]] = {"!r": repr, ":shown": shown}
 @functools.cache
 def function(system: str, name: str) -> Function:
     """`module.function` of a system's package, with its rules before it."""
-    rules, found = _rules(system).get(name, ()), _named(system, name)
+    rules, found = rules_of(system).get(name, ()), _named(system, name)
     if found is None and not rules:
         raise ValueError(f"{system}: there is no function {name}, and no rule of it")
 
@@ -90,7 +90,8 @@ def condition(system: str, words: str) -> Callable[[Values], bool]:
 
 
 @functools.cache
-def _rules(system: str) -> dict[str, list[dict[str, str]]]:
+def rules_of(system: str) -> dict[str, list[dict[str, str]]]:
+    """The lines of rules.tsv, by the function that they stand before."""
     found: dict[str, list[dict[str, str]]] = {}
     for line in lines(__package__, "rules.tsv"):
         if line["system"] == system:

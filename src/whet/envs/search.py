@@ -103,7 +103,7 @@ def search(index: Path, query: str, k: int) -> list[tuple[str, str, str]]:
     asked = " OR ".join(f'"{word}"' for word in list(terms)[:MOST_TERMS])
     if not asked:
         return []
-    with closing(_read(index)) as connection:
+    with closing(connect(index)) as connection:
         found = connection.execute(
             "SELECT id, title, text FROM documents WHERE documents MATCH ? ORDER BY bm25(documents), rowid LIMIT ?",
             (asked, k),
@@ -111,7 +111,7 @@ def search(index: Path, query: str, k: int) -> list[tuple[str, str, str]]:
         return found.fetchall()
 
 
-def _read(index: Path) -> sqlite3.Connection:
+def connect(index: Path) -> sqlite3.Connection:
     """A connection that writes nothing and locks nothing."""
     return sqlite3.connect(f"file:{quote(str(index))}?mode=ro&immutable=1", uri=True)
 

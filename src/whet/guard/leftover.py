@@ -43,9 +43,9 @@ def bound(status: int) -> None:
 
 def _wait(status: int) -> None:
     time.sleep(SAY_S)
-    _say(f"waiting {WAIT_S - SAY_S:g} s more for {_left()}")
+    _say(f"waiting {WAIT_S - SAY_S:g} s more for {left()}")
     time.sleep(WAIT_S - SAY_S)
-    _say(f"ended with status {status}, without {_left()}")
+    _say(f"ended with status {status}, without {left()}")
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -57,7 +57,7 @@ def _say(what: str) -> None:
         os.write(2, redact(f"whet: the command is done; {what}\n").encode())
 
 
-def _left() -> str:
+def left() -> str:
     """Names, owners and places of the threads that keep this process."""
     frames = sys._current_frames()
     told = [

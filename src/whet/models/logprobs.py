@@ -21,7 +21,7 @@ from whet.models.kernels import Ops
 from whet.models.products import column_sums, linear, product, wide_product, wide_sums
 from whet.models.vocabulary import Vocabulary, VocabularyHead
 
-_KEEP = 1 << 24
+KEEP = 1 << 24
 """Logits (64 MiB of float32) that are kept for the backward pass; more are recomputed chunk by chunk."""
 _CHUNK = 128
 """Rows of logits at a time on a CPU: a thirty-second of 4096 rows, and enough for products to run at full speed."""
@@ -161,7 +161,7 @@ def token_logprobs(
     """
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise ValueError(f"temperature must be above 0 to compute log-probs, got {temperature}")
-    keep = len(hidden_AD) * head.linear.out_features <= _KEEP
+    keep = len(hidden_AD) * head.linear.out_features <= KEEP
     chunk = chunk or head.rows_at_once(hidden_AD.device)
     job = _LogprobsJob(head, ops, temperature, entropy_grad, chunk, keep=keep)
     return _TokenLogprobs.apply(hidden_AD, head.linear.weight, head.linear.bias, targets_A, job)

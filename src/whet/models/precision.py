@@ -20,7 +20,7 @@ from whet.config.schema import PrecisionConfig
 from whet.models import float8
 from whet.models.build import if_built
 
-_NORMED = 1 << 20
+NORMED = 1 << 20
 """Numbers whose squares are summed at a time."""
 _SUMMED = (torch.float32, torch.bfloat16)
 """What C sums (`whet_square_sum` in kernels.c)."""
@@ -91,7 +91,7 @@ def _square_sum(g: Tensor) -> Tensor:
     if lib is not None and g.is_contiguous():
         half = g.dtype is torch.bfloat16
         return torch.tensor(lib.whet_square_sum(g.data_ptr(), g.numel(), half), dtype=torch.float64)
-    blocks = (g,) if g.numel() <= _NORMED else g.split(max(1, _NORMED * len(g) // g.numel()))
+    blocks = (g,) if g.numel() <= NORMED else g.split(max(1, NORMED * len(g) // g.numel()))
     return torch.stack([torch.linalg.vector_norm(b, dtype=torch.float64).square() for b in blocks]).sum()
 
 

@@ -221,7 +221,7 @@ def attend_packed(
     if not len(q_NHD):  # gradients of 0 for all that is given: ranks that have tokens wait for this one's
         given = (k_NKD, v_NKD, how["sinks"])
         return q_NHD + sum(x[:0].sum() for x in given if x is not None)
-    if _fits_varlen(q_NHD, how):
+    if fits_varlen(q_NHD, how):
         return _attend_varlen(q_NHD, k_NKD, v_NKD, segments, how)
     buckets, row_N = segments.buckets_on(q_NHD.device)
     parts = [_attend_bucket(q_NHD, k_NKD, v_NKD, bucket, how) for bucket in buckets]
@@ -244,7 +244,7 @@ def _attend_bucket(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bucket: Bucket, 
     group = heads // kv_heads
     q = q.permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows * group, size)
     mask = visible.repeat_interleave(group, dim=1)[:, None]
-    if _fits_sdpa(q, how):
+    if fits_sdpa(q, how):
         out = sdpa(q, k.transpose(1, 2), v, mask, how)
     else:
         out = _weigh(q, k.permute(0, 2, 3, 1).contiguous(), v.contiguous(), mask, how)
@@ -256,7 +256,7 @@ def _weigh(q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, mask: Tensor, how: We
 
     M rows: queries times the heads of a group, which vary faster.
     """
-    score, cap = _product(q_BKMD * how["scale"], k_BKDW), how["softcap"]
+    score, cap = batched_product(q_BKMD * how["scale"], k_BKDW), how["softcap"]
     if cap is not None:
         score = cap * torch.tanh(score / cap)
     score = _wide(score.masked_fill(~mask, -torch.inf))
@@ -270,7 +270,7 @@ def _weigh(q_BKMD: Tensor, k_BKDW: Tensor, v_BKWD: Tensor, mask: Tensor, how: We
     blocks = zip(p.split(_PV_BLOCK, dim=-1), v_BKWD.split(_PV_BLOCK, dim=-2))
     out = torch.zeros(())
     for i, (p_block, v_block) in enumerate(blocks):
-        part = _product(p_block, v_block)
+        part = batched_product(p_block, v_block)
         out = part if i == 0 else out + part
     return out
 
@@ -289,7 +289,7 @@ _SMALL = 400
 differently from BLAS (ATen, `bmm`)."""
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, each row with the same bits however many rows a has: padded to what goes through BLAS, and to 4 rows, as
     MKL takes other roads for fewer (on Intel for a single one, on AMD for up to 3)."""
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -299,7 +299,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)[..., :rows, :]
 
 
-def _fits_varlen(q: Tensor, how: Weighing) -> bool:
+def fits_varlen(q: Tensor, how: Weighing) -> bool:
     """Whether torch's variable-length attention computes this: flash attention, on GPUs of 2020 and later."""
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     fits = (
@@ -308,10 +308,10 @@ def _fits_varlen(q: Tensor, how: Weighing) -> bool:
         and q.shape[-1] % 8 == 0
         and how["softcap"] is how["sinks"] is None
     )
-    return fits and {"window_size", "scale", "enable_gqa"} <= _VARLEN and _has_flash(q.device.index)
+    return fits and {"window_size", "scale", "enable_gqa"} <= _VARLEN and has_flash(q.device.index)
 
 
-def _fits_sdpa(q: Tensor, how: Weighing) -> bool:
+def fits_sdpa(q: Tensor, how: Weighing) -> bool:
     """Whether torch's scaled_dot_product_attention computes this. On a CPU its rows do not agree."""
     return q.is_cuda and how["softcap"] is None
 
@@ -339,7 +339,8 @@ def sdpa(q_BKMD: Tensor, k_BKWD: Tensor, v_BKWD: Tensor, mask: Tensor, how: Weig
 
 
 @cache
-def _has_flash(gpu: int | None) -> bool:
+def has_flash(gpu: int | None) -> bool:
+    """Whether torch has flash attention for this GPU: one of 2020 or later."""
     return torch.cuda.get_device_capability(gpu) >= (8, 0)
 
 
@@ -395,7 +396,7 @@ def attend_cached(
         return _attend_step(q_NHD, k_pages, v_pages, table_BP, keys_B, how)
     queries, keys = queries_B.tolist(), keys_B.tolist()
     pages_b = [row[: -(-seen // PAGE)] for row, seen in zip(table_BP.to(q_NHD.device, torch.int64), keys)]
-    if bounds is not None and _fits_varlen(q_NHD, how):
+    if bounds is not None and fits_varlen(q_NHD, how):
         k, v = (_token_rows(x, pages_b, keys) for x in (k_pages.transpose(2, 3), v_pages))
         return _varlen(q_NHD, k, v, bounds, how)
     rows = zip(q_NHD.split(queries), pages_b, keys)
@@ -450,7 +451,7 @@ def _attend_row(q_NHD: Tensor, k_pages: Tensor, v_pages: Tensor, keys: int, how:
             .transpose(0, 1)
             .reshape(1, kv_heads, -1, size)
         )
-        if _fits_sdpa(q, how):
+        if fits_sdpa(q, how):
             seen = sdpa(q, k.transpose(2, 3), v, mask, how)
         else:
             seen = _weigh(q, k, v, mask, how)

@@ -46,7 +46,7 @@ def _kernels() -> Any:
     return triton_kernels
 
 
-def _power(n: int) -> int:
+def next_power(n: int) -> int:
     """The next power of two."""
     return 1 << max(n - 1, 0).bit_length()
 
@@ -72,7 +72,7 @@ class _RmsNorm(Function):
         x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor | None]:
         x, width = x.contiguous(), x.shape[-1]
-        out, wide = torch.empty_like(x), _power(width)
+        out, wide = torch.empty_like(x), next_power(width)
         total = None if residual is None else torch.empty_like(x)
         more = x if residual is None else residual.contiguous()
         if x.numel():
@@ -99,7 +99,7 @@ class _RmsNorm(Function):
         if dy is None:
             return more, more, None, None, None
         x, dy, width = x.contiguous(), dy.contiguous(), x.shape[-1]
-        rows, wide = x.numel() // width, _power(width)
+        rows, wide = x.numel() // width, next_power(width)
         each = max(_ROWS, -(-rows // _PROGRAMS))
         parts = -(-rows // each)
         dx, part = torch.empty_like(x), x.new_empty(parts, width, dtype=torch.float32)
@@ -135,11 +135,11 @@ class _NormRope(Function):
     ) -> Tensor:
         x = _dense_rows(x)
         tokens, heads, size = x.shape
-        out, block = x.new_empty(x.shape), min(_HEADS, _power(heads))
+        out, block = x.new_empty(x.shape), min(_HEADS, next_power(heads))
         if x.numel():
             _kernels().turn[(tokens, -(-heads // block))](
                 x, x if weight is None else weight, cos, sin, out, heads, size // 2, eps, offset, *x.stride()[:2],
-                NORM=weight is not None, HEADS=block, HALF=_power(size // 2),
+                NORM=weight is not None, HEADS=block, HALF=next_power(size // 2),
             )  # fmt: skip
         return out
 
@@ -159,7 +159,7 @@ class _NormRope(Function):
         dy = dy.contiguous()
         x, weight = (_dense_rows(normed[0]), normed[1]) if normed else (dy, None)
         tokens, heads, size = dy.shape
-        block = min(_HEADS, _power(heads))
+        block = min(_HEADS, next_power(heads))
         each, groups = max(_ROWS, -(-tokens // _PROGRAMS)), -(-heads // block)
         parts = -(-tokens // each)
         dx = torch.empty_like(dy)
@@ -167,7 +167,7 @@ class _NormRope(Function):
         if dy.numel():
             _kernels().turn_backward[(parts, groups)](
                 x, x if weight is None else weight, cos, sin, dy, dx, part, tokens, heads, size // 2, ctx.eps,
-                ctx.offset, *x.stride()[:2], each, NORM=weight is not None, HEADS=block, HALF=_power(size // 2),
+                ctx.offset, *x.stride()[:2], each, NORM=weight is not None, HEADS=block, HALF=next_power(size // 2),
             )  # fmt: skip
         dw = None if weight is None else part.sum(0).to(weight.dtype)
         return dx, dw, None, None, None, None
@@ -247,7 +247,7 @@ def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     logp_N, entropy_N = (logits_NV.new_empty(len(logits_NV)) for _ in range(2))
     _kernels().logprobs[(len(logits_NV),)](
         logits_NV, targets_N.contiguous(), top, mass, tilt, logp_N, entropy_N, logits_NV.shape[1], count,
-        COUNT=_power(count), enable_fp_fusion=False,
+        COUNT=next_power(count), enable_fp_fusion=False,
     )  # fmt: skip
     return logp_N, entropy_N
 
@@ -280,7 +280,7 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     token_B, logp_B = logits_BV.new_empty(rows, dtype=torch.int64), logits_BV.new_empty(rows)
     _kernels().pick[(rows,)](
         logits_BV, uniform_B.to(torch.float64).contiguous(), top, mass, token_B, logp_B, size, count,
-        COUNT=_power(count), BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False,
+        COUNT=next_power(count), BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return token_B, logp_B
 
@@ -297,5 +297,6 @@ def write_kv(
     tokens, heads, size = k.shape
     _kernels().write_kv[(tokens,)](
         k_pages, v_pages, k, v, page_N.contiguous(), slot_N.contiguous(), heads, size, *k.stride()[:2],
-        *v.stride()[:2], k_pages.stride(0), v_pages.stride(0), PAGE=paged.PAGE, HEADS=_power(heads), WIDE=_power(size),
+        *v.stride()[:2], k_pages.stride(0), v_pages.stride(0), PAGE=paged.PAGE, HEADS=next_power(heads),
+        WIDE=next_power(size),
     )  # fmt: skip

@@ -58,7 +58,7 @@ def reasoning_gym(
         )
     found = [response] if pattern is None else [m.group(1) for m in re.finditer(pattern, response, re.DOTALL)]
     answer = found[-1].strip() if found else None
-    score = _verifier(name)(answer, entry)
+    score = verifier(name)(answer, entry)
     return {**verdict(score == 1.0, answer), **({} if exact else {"score": float(score)})}
 
 
@@ -74,7 +74,8 @@ def _named(verifiers: Sequence[str] | str) -> tuple[str, ...]:
 
 
 @cache
-def _verifier(name: str) -> Callable[[str | None, dict[str, Any]], float]:
+def verifier(name: str) -> Callable[[str | None, dict[str, Any]], float]:
+    """That of a dataset of reasoning-gym, by its name."""
     return gym.get_score_answer_fn(name)  # type: ignore[no-any-return]
 
 

@@ -99,7 +99,7 @@ def fetch(url: str, root: Path) -> Path:
         home = root / f"{slug}-{_short(url)}"
         folder = home / _short(json.dumps(sorted(listing.files.items()))) / listing.folder
         if not folder.is_dir():
-            with _alone(home):
+            with alone(home):
                 if not folder.is_dir():  # another process may have brought it meanwhile
                     _bring(url, listing, folder, store=store)
     return folder / listing.inside
@@ -171,7 +171,7 @@ def struck(text: str) -> str:
 
 
 @contextmanager
-def _alone(home: Path) -> Iterator[None]:
+def alone(home: Path) -> Iterator[None]:
     """One process at a time; the lock ends with its process. Who waits for it says so, and not for ever."""
     home.mkdir(parents=True, exist_ok=True)
     path = home / ".lock"

@@ -23,7 +23,7 @@ from whet.sync.files import Files
 from whet.sync.manifest import Held, Manifest, Tensors
 from whet.types import WhetError
 
-_BEAT_S = 1.0
+BEAT_S = 1.0
 """A broadcast has a deadline of its own: while it runs, the process that sends is not silent."""
 
 
@@ -85,7 +85,7 @@ def _sent(place: RootSeat, folder: Path, version: int, *, timeout_s: float, held
     on = (torch.cuda.set_device, (torch.cuda.current_device(),)) if place.device == "cuda" else (None, ())
     with ThreadPoolExecutor(1, "whet-broadcast", *on) as pool:  # the current GPU is a thread's own
         sending = pool.submit(_send, place, folder, version, timeout_s=timeout_s, held=held)
-        while not wait_for([sending], timeout=_BEAT_S).done:
+        while not wait_for([sending], timeout=BEAT_S).done:
             pulse.beat(f"the broadcast of weights version {version}")
         return sending.result()
 

@@ -71,13 +71,13 @@ def plot(run_dir: Path) -> Path:
             f"{run_dir}/metrics.jsonl has none of the metrics {REWARD}, {HELD_OUT} and {LOSS} to draw"
         )
     picture = io.BytesIO()
-    _figure(found).savefig(picture, format="png", facecolor="white")
+    figure(found).savefig(picture, format="png", facecolor="white")
     path = run_dir / "curve.png"
     write_bytes(path, picture.getvalue())
     return path
 
 
-def _figure(found: Series) -> Figure:
+def figure(found: Series) -> Figure:
     """One panel if rewards are shares too; else rewards have their own, above held-out accuracy."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -45,7 +45,8 @@ _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRI
 when the server answers 500, and for a quarter of an hour when it does not answer."""
 _RECORDS_SYSTEM = "SWANLAB_PROBE_RUNTIME"
 """SwanLab reads it when a run begins."""
-_COMMAND_LINE = Path("/proc/self/cmdline")
+COMMAND_LINE = Path("/proc/self/cmdline")
+"""Of this process, as the system tells it to everybody."""
 _PAUSE_S = 60.0
 """Between attempts to reach an MLflow server that is away."""
 _MOST_WAITING = 10_000
@@ -303,7 +304,7 @@ def _refused(name: str, instead: str, error: Exception) -> ConfigError:
 def _is_secret_command() -> bool:
     """Whether the command line of this process contains a secret: the system's, which is not sys.argv of `cli.main`."""
     try:
-        given = _COMMAND_LINE.read_text(errors="replace").replace("\0", " ")
+        given = COMMAND_LINE.read_text(errors="replace").replace("\0", " ")
     except OSError:  # not Linux
         given = " ".join(sys.orig_argv)
     return redact(given) != given

@@ -200,7 +200,7 @@ def _made(name: str, sinks: Sinks) -> Tracker:
             owned(f"track.trackers {name}"),
             own_signals(),
             guarded_recorders(),
-            _unanswered(),
+            unanswered(),
         ):
             made = load_object(at, what="track.trackers")(sinks, **given)
     except TypeError as e:
@@ -225,7 +225,7 @@ _unheard = ExitStack()
 
 
 @contextmanager
-def _unanswered() -> Iterator[None]:
+def unanswered() -> Iterator[None]:
     """A package that lacks a key asks for it where standard input is a terminal: under the live display nobody sees
     that, and the run waits. Without a terminal it says at once what is missing. Where trackers of several threads are
     made at once, until the last of them is."""

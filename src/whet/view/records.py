@@ -150,14 +150,14 @@ def merged(lanes: dict[tuple[str, str], list[Span]], seconds: float) -> dict[tup
     }
     width = seconds * 1e9 / MOST_SPANS / 4
     while sum(map(len, drawn.values())) > MOST_SPANS:
-        drawn = {key: _closer(some, width) for key, some in drawn.items()}
+        drawn = {key: closer(some, width) for key, some in drawn.items()}
         if width >= seconds * 1e9:  # there is nothing left to join
             break
         width *= 2
     return drawn
 
 
-def _closer(some: Sequence[Drawn], width: float) -> list[Drawn]:
+def closer(some: Sequence[Drawn], width: float) -> list[Drawn]:
     """Spans that begin within `width` after the last of their kind has, joined with it."""
     out: list[Drawn] = []
     last: dict[str, int] = {}
