@@ -681,21 +681,21 @@ class OpenAIServer(Server):
         if not body.get("stream"):
             done = await self.ask(request)
             assert done is not None
-            return self._said(done.token_ids, done, sampling)
+            return self.said(done.token_ids, done, sampling)
         sent = 0
 
         def chunk(tokens: list[int]) -> dict[str, Any]:
             nonlocal sent
             sent += len(tokens)
-            return self._said(tokens, None, sampling)
+            return self.said(tokens, None, sampling)
 
         def last(done: Completion | None) -> dict[str, Any]:
             """The log-probs of a stream are those of the last chunk, which are known with the completion."""
-            return self._said([] if done is None else done.token_ids[sent:], done, sampling)
+            return self.said([] if done is None else done.token_ids[sent:], done, sampling)
 
         return await self.stream(body["http"], request, chunk, last)
 
-    def _said(self, tokens: list[int], done: Completion | None, sampling: Sampling) -> dict[str, Any]:
+    def said(self, tokens: list[int], done: Completion | None, sampling: Sampling) -> dict[str, Any]:
         values = told(done, sampling) if done else []
         names = [f"token_id:{token}" for token in (done.token_ids if done else [])]
         choice = {

@@ -194,7 +194,7 @@ def test_rows_left_out_do_not_shift_the_difficulties(tokenizer):
         overlong="filter",
     )
     assert places(tasks.next(3)) == [2, 3, 1]
-    assert np.array_equal(tasks._sources[0].difficulty_KD, [[3], [1], [2]])
+    assert np.array_equal(tasks.sources[0].difficulty_KD, [[3], [1], [2]])
 
 
 # ---------------------------------------------------------------- the config

@@ -182,13 +182,13 @@ def test_what_no_resume_asks_for_goes(folder: Path) -> None:
 def test_a_long_run_has_at_hand_what_its_rollouts_may_ask_for(folder: Path) -> None:
     """The oldest checkpoint, and with it the journal, may be as old as the run: its memory does not grow with it."""
     worlds = Environments(folder)
-    worlds._journal = journal = Journal(folder)
+    worlds.journal = journal = Journal(folder)
     most = 0
     for step in range(20):
         worlds.at(0, step, ahead=2)
         write(journal, *((f"e{step}-{n}", 0, "q", step) for n in range(3)))
         worlds.saved(lambda: (0, 0), ahead=2)
-        most = max(most, len(journal._lines))
+        most = max(most, len(journal.lines))
         assert all(journal.find(f"e{one}-0", 0, "q") == one for one in range(max(0, step - 2), step + 1))
     assert most == 9
     worlds.close()

@@ -344,7 +344,7 @@ KILLER = """
 import json, os, signal
 from whet.envs.journal import Journal
 
-append, count = Journal._append, [0]
+append, count = Journal.append, [0]
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -359,7 +359,7 @@ def counted(self, path, data):
     due = count[0] >= {at} and any(map(tells, data.splitlines()))  # one that has what a tool has drawn
     return (patched if due else append)(self, path, data)
 
-Journal._append = counted
+Journal.append = counted
 """
 
 

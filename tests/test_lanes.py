@@ -6,6 +6,8 @@ import json
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -133,7 +135,7 @@ def test_there_are_never_many_and_none_is_lost(tmp_path: Path) -> None:
     for n in range(20 * MOST):
         with notes.piece(f"{'decode' if n % 2 else 'prefill'}"):
             clock.tick(2 + n % 2)
-    assert len(notes._spans) <= 4 * MOST + 1
+    assert len(notes.spans) <= 4 * MOST + 1
     told = notes.told(clock()).spans
     assert len(told) <= MOST
     assert sum(s.busy_ns for s in told) == 20 * MOST * 2.5 * MS
@@ -272,6 +274,11 @@ def test_a_process_counts_while_it_is_there() -> None:
     assert (replica.busy_s, replica.wait_s) == pytest.approx((0.045, 0.045))
 
 
+def tells(spans: list[Span]) -> Any:
+    """A process beside the run that has these to tell, and ends."""
+    return SimpleNamespace(over=True, drawn=lambda: spans)
+
+
 def printed(path: Path) -> str:
     console = Console(width=150, record=True)
     console.print(time_report.show(path))
@@ -280,7 +287,7 @@ def printed(path: Path) -> str:
 
 def test_many_of_a_kind_are_three_lines(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
-    timeline._spans += run_of(64)
+    timeline.beside.append(tells(run_of(64)))
     timeline.close()
     out = printed(tmp_path)
     lines = [line.split() for line in out.splitlines()]
@@ -312,8 +319,8 @@ def test_replicas_of_an_explorer_are_its_own(tmp_path: Path) -> None:
     ]:  # fmt: skip
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
         timeline = Timeline(tmp_path / place / "timeline.json")
-        timeline._wall_ns = 0
-        timeline._spans += spans
+        timeline.wall_ns = 0
+        timeline.beside.append(tells(spans))
         timeline.close()
     beside = {"one": read(tmp_path / "explorers/one/timeline.json")}
     (stage,) = time_report.measure(read(tmp_path / "timeline.json"), beside=beside)

@@ -124,10 +124,10 @@ for line in sys.stdin:
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """No server of another test."""
-    mcp_module._listed.cache_clear()
-    mcp_module._sessions.clear()
+    mcp_module.listed_tools.cache_clear()
+    mcp_module.sessions.clear()
     yield
-    mcp_module._sessions.clear()
+    mcp_module.sessions.clear()
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_an_answer_that_is_no_json_rpc_is_a_fault_at_once(
     "line", ['{"id": 1, "level": "info"}', "7", "null", '{"result": 1}', '{"id": null, "error": 1}']
 )
 def test_what_a_server_prints_is_no_answer(line: str) -> None:
-    assert not mcp_module._messages(line.encode())
+    assert not mcp_module.messages_of(line.encode())
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_a_call_without_an_answer_is_late_and_a_server_that_answers_nothing_is_e
 
     async def play(env: ToolEnv) -> list[str]:
         found = [await call(env, "hang"), await call(env, "echo", text="still here")]
-        (session,) = mcp_module._sessions.values()
+        (session,) = mcp_module.sessions.values()
         assert session.checking is not None
         await session.checking  # it lists its tools
         assert not session.over

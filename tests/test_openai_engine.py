@@ -190,7 +190,7 @@ def test_another_model_than_it_serves_is_found(server: OpenAIServer, step: float
 def test_log_probs_of_another_number_than_tokens_are_found(server: OpenAIServer) -> None:
     async def story() -> None:
         engine = await opened(server)
-        said = server._said
+        said = server.said
 
         def fewer(tokens: list[int], done: Any, sampling: Sampling) -> dict[str, Any]:
             told = said(tokens, done, sampling)
@@ -199,7 +199,7 @@ def test_log_probs_of_another_number_than_tokens_are_found(server: OpenAIServer)
             ][1:]
             return told
 
-        server._said = fewer  # type: ignore[method-assign]
+        server.said = fewer  # type: ignore[method-assign]
         with pytest.raises(WhetError, match="log-probs of 5 of the 6 tokens"):
             await reply(engine, PROMPT, Sampling(max_tokens=6, ignore_eos=True))
         await engine.close()
@@ -233,7 +233,7 @@ def test_several_replies_where_one_was_asked_for_are_refused(kind: str) -> None:
 
 def test_an_end_token_in_the_last_place_ends_a_reply(server: OpenAIServer) -> None:
     """Some servers look at the limit of tokens first (SGLang), and tell `length` of such a reply."""
-    said = server._said
+    said = server.said
 
     def of_the_limit(*given: Any) -> Any:
         told = said(*given)
@@ -243,7 +243,7 @@ def test_an_end_token_in_the_last_place_ends_a_reply(server: OpenAIServer) -> No
 
     async def story() -> None:
         engine = await opened(server)
-        server._said = of_the_limit  # type: ignore[method-assign]
+        server.said = of_the_limit  # type: ignore[method-assign]
         free = await reply(engine, PROMPT, Sampling(max_tokens=3, ignore_eos=True, temperature=0))
         assert free.finish_reason == "length"
         asked = Sampling(max_tokens=1, temperature=0, stop_token_ids=(free.token_ids[0],))

@@ -140,7 +140,7 @@ def test_expected_rates_are_those_of_the_paper(seed, decay, models, adapts, toke
     order = {**ADAPTIVE, "decay": decay, "evidence": 16, **more}
     tasks = stream(tokenizer, source(weak=weak, strong=strong), order=order, seed=seed)
     naive = NaiveBots(8, decay, 0.3, 16, *((weak, strong) if models else ()), adapts=adapts and models)
-    (adaptive,) = tasks._order_S
+    (adaptive,) = tasks.order_S
     assert isinstance(adaptive, Adaptive)
     for _ in range(6):
         rates = {}
@@ -189,7 +189,7 @@ def test_rewards_are_success_rates_within_their_range(tokenizer):
     tasks = stream(tokenizer, source(4), order=order)
     rewards = {0: [-9.0, 3.0], 1: [1.0, None], 2: [None, None], 3: [99.0, 3.0]}
     step(tasks, 4, rewards.get)
-    assert tasks._order_S[0].expected_K.tolist() == [2 / 4, 1.5 / 3, 1 / 2, 3 / 4]
+    assert tasks.order_S[0].expected_K.tolist() == [2 / 4, 1.5 / 3, 1 / 2, 3 / 4]
     with pytest.raises(ConfigError, match=r"data.order.reward_min=2 is not below reward_max=1"):
         stream(tokenizer, order={**ADAPTIVE, "reward_min": 2.0})
 
@@ -405,7 +405,7 @@ def test_a_branch_with_the_same_data_keeps_what_was_learned(tokenizer, caplog):
 def test_verls_samplers_are_told_how_each_rollout_went(files, tokenizer):
     tasks = stream(tokenizer, order={**VERL, "class_path": "samplers.py:Remembers"})
     assert step(tasks, 3, lambda row: [1.0, None, row / 8]) == [2, 3, 4]
-    told = tasks._order_S[0]._sampler.told
+    told = tasks.order_S[0].sampler.told
     assert told == [([2, 2, 3, 3, 4, 4], [1.0, 2 / 8, 1.0, 3 / 8, 1.0, 4 / 8], 6)]
     assert places(tasks.next(5)) == [5, 6, 7, 0, 1]
     assert places(tasks.next(2)) == [2, 3]  # iterated again, from the row that went worst

@@ -51,15 +51,15 @@ class SamplerOrder:
         self._rows, self._class_path = rows, class_path
         make = load_object(class_path, what=f"{KEY}.class_path")
         with self._random(0):
-            self._sampler = make(*positional, **named)
-        if not hasattr(self._sampler, "__iter__"):
+            self.sampler = make(*positional, **named)
+        if not hasattr(self.sampler, "__iter__"):
             raise ConfigError(
-                f"{KEY}.class_path={class_path!r} made {type(self._sampler).__name__}, which has no __iter__"
+                f"{KEY}.class_path={class_path!r} made {type(self.sampler).__name__}, which has no __iter__"
             )
         self._drawn = 0
         self._iterator: Iterator[Any] | None = None
-        self._has_state = all(hasattr(self._sampler, name) for name in ("state_dict", "load_state_dict"))
-        if hasattr(self._sampler, "update") and not self._has_state:
+        self._has_state = all(hasattr(self.sampler, name) for name in ("state_dict", "load_state_dict"))
+        if hasattr(self.sampler, "update") and not self._has_state:
             log.warning(
                 "%s.class_path=%s has `update`, but neither state_dict nor load_state_dict: this run cannot be resumed "
                 "exactly; add both methods",
@@ -75,21 +75,21 @@ class SamplerOrder:
         return row
 
     def update(self, played: Played) -> None:
-        if hasattr(self._sampler, "update"):
-            self._sampler.update(batch=PlayedBatch.of(self._rows, played))
+        if hasattr(self.sampler, "update"):
+            self.sampler.update(batch=PlayedBatch.of(self._rows, played))
 
     def state(self) -> Json:
         return {
             "drawn": self._drawn,
-            "state": _plain(self._sampler.state_dict()) if self._has_state else None,
+            "state": _plain(self.sampler.state_dict()) if self._has_state else None,
         }
 
     def restore(self, state: Json) -> None:
         if self._has_state:
-            self._sampler.load_state_dict(_from_plain(state["state"]))
+            self.sampler.load_state_dict(_from_plain(state["state"]))
             self._drawn = state["drawn"]
             return
-        if hasattr(self._sampler, "update"):
+        if hasattr(self.sampler, "update"):
             raise CheckpointError(
                 f"{KEY}.class_path={self._class_path!r} has `update`, but neither state_dict nor load_state_dict, so "
                 "what it had learned is lost: add both methods and start a new run, or resume as a branch in which it "
@@ -101,7 +101,7 @@ class SamplerOrder:
     def _next(self) -> Any:
         for _ in range(2):
             if self._iterator is None:
-                self._iterator = iter(self._sampler)
+                self._iterator = iter(self.sampler)
             found = next(self._iterator, None)
             if found is not None:
                 return found

@@ -94,7 +94,7 @@ class TaskStream:
         `data.seed` stands over it. order: None: data.order.
         """
         counts: Counter[str] = Counter()
-        self._sources = prepare(
+        self.sources = prepare(
             sources,
             data,
             tokenizer=tokenizer,
@@ -106,14 +106,14 @@ class TaskStream:
             ends=ends,
         )
         self.counts: dict[str, int] = dict(counts)
-        per_epoch_S = [len(s) - len(s) % multiple_of for s in self._sources]
+        per_epoch_S = [len(s) - len(s) % multiple_of for s in self.sources]
         if not all(per_epoch_S):
             raise ConfigError(
-                f"train.drop_last: a source has {min(len(s) for s in self._sources)} rows, but a step takes "
+                f"train.drop_last: a source has {min(len(s) for s in self.sources)} rows, but a step takes "
                 f"{multiple_of} tasks, so an epoch would have no step. Set it to false, or lower train.tasks_per_step."
             )
         self.rows_per_epoch = sum(per_epoch_S)
-        if left := sum(map(len, self._sources)) - self.rows_per_epoch:
+        if left := sum(map(len, self.sources)) - self.rows_per_epoch:
             self.counts["not_drawn_per_epoch"] = left
             log.warning(
                 "train.drop_last: %d rows make no whole step and are not drawn in an epoch; data.order says which "
@@ -122,9 +122,10 @@ class TaskStream:
             )
         self._seed = seed if data.seed is None else data.seed
         self._order = order or order_of(data)
-        self._view_S = [Rows(source, self._seed, n) for source, n in zip(self._sources, per_epoch_S)]
-        self._order_S = [open_order(self._order, rows) for rows in self._view_S]
-        self._out_S: list[dict[int, int]] = [{} for _ in self._sources]
+        self._view_S = [Rows(source, self._seed, n) for source, n in zip(self.sources, per_epoch_S)]
+        self.order_S = [open_order(self._order, rows) for rows in self._view_S]
+        """That of each source."""
+        self._out_S: list[dict[int, int]] = [{} for _ in self.sources]
         """Rows by the uid of their task, of those that have not come back to an order that learns."""
         self._next_source = (
             _Proportional(per_epoch_S, self._seed)
@@ -150,23 +151,23 @@ class TaskStream:
 
     def plain_text(self) -> list[str]:
         """Names of the sources whose prompts are plain text, judged by the first row of each."""
-        first = [(s.rows.name, s.task(0, 0).prompt) for s in self._sources if len(s)]
+        first = [(s.rows.name, s.task(0, 0).prompt) for s in self.sources if len(s)]
         return [name for name, prompt in first if prompt and isinstance(prompt, str)]
 
     @property
     def has_chats(self) -> bool:
         """Whether prompts of a source are messages, judged by the first row of each."""
-        return any(isinstance(s.task(0, 0).prompt, tuple) for s in self._sources)
+        return any(isinstance(s.task(0, 0).prompt, tuple) for s in self.sources)
 
     @property
     def widest(self) -> list[Task]:
         """For each source and label, a task with every column that some row of the source has."""
-        return [task for source in self._sources for task in source.widest]
+        return [task for source in self.sources for task in source.widest]
 
     def unknown(self, names: Collection[str]) -> list[str]:
         """Those of the names that are no row's source. Rows are looked at until each name was found."""
         left = dict.fromkeys(names)
-        for s in self._sources:
+        for s in self.sources:
             for row in range(len(s) if s.source.label else min(len(s), 1)):
                 if not left:
                     return []
@@ -175,7 +176,7 @@ class TaskStream:
 
     def each(self) -> Iterator[Task]:
         """A task of every row."""
-        return (s.task(row, 0) for s in self._sources for row in range(len(s)))
+        return (s.task(row, 0) for s in self.sources for row in range(len(s)))
 
     def next(self, n: int) -> list[Task]:
         """The next n tasks."""
@@ -194,12 +195,12 @@ class TaskStream:
     @property
     def learns(self) -> bool:
         """How tasks went, or earlier draws, decide what is drawn next."""
-        return any(learns(order) for order in self._order_S)
+        return any(learns(order) for order in self.order_S)
 
     def update(self, left: Sequence[Group], pending: Collection[int]) -> None:
         """Tell orders that learn how tasks went. left: the groups that are over, trained on or not, in the order of
         their tasks. pending: uids of tasks that are not over; other tasks never come back."""
-        for order, out in zip(self._order_S, self._out_S):
+        for order, out in zip(self.order_S, self._out_S):
             played = [(out[g.task.uid], g) for g in left if g.task.uid in out]
             if played and hasattr(order, "update"):
                 call(order, "update", played, name=self._order.name)
@@ -213,8 +214,8 @@ class TaskStream:
 
     def state(self) -> dict[str, Json]:
         """The position of the stream as JSON: a stream of the same data, restored from it, draws the same tasks."""
-        names = [s.rows.name for s in self._sources]
-        digests = [s.digest for s in self._sources]
+        names = [s.rows.name for s in self.sources]
+        digests = [s.digest for s in self.sources]
         place = {"seed": self._seed, "sources": names, "digests": digests, "drawn": self._drawn_S.tolist()}
         return place | ({"order": self._learned()} if self.learns else {})
 
@@ -223,12 +224,12 @@ class TaskStream:
         return {
             "name": self._order.name,
             "columns": [rows.read for rows in self._view_S],
-            "states": [state_of(order, name=self._order.name) for order in self._order_S],
+            "states": [state_of(order, name=self._order.name) for order in self.order_S],
             "out": [[[uid, row] for uid, row in out.items()] for out in self._out_S],
         }
 
     def _restore_learned(self, state: Json) -> None:
-        for order, learned in zip(self._order_S, state["states"], strict=True):
+        for order, learned in zip(self.order_S, state["states"], strict=True):
             call(order, "restore", learned, name=self._order.name)
         self._out_S = [dict(out) for out in state["out"]]
 
@@ -273,16 +274,16 @@ class TaskStream:
             log.warning("data.order=%s begins anew: the data or the order is another", self._order.name)
 
     def _draw(self) -> Task:
-        if not self._sources:
+        if not self.sources:
             raise ConfigError("No training data: data.train is empty.")
         uid, s = self.drawn, self._next_source(self._drawn_S)
-        order, rows, out = self._order_S[s], self._view_S[s], self._out_S[s]
+        order, rows, out = self.order_S[s], self._view_S[s], self._out_S[s]
         drawn = int(self._drawn_S[s])
         row = row_of(order, rows, drawn, frozenset(out.values()), name=self._order.name)
         self._drawn_S[s] += 1
         if learns(order):
             out[uid] = row
-        return self._sources[s].task(row, uid)
+        return self.sources[s].task(row, uid)
 
 
 def _same_rows(before: str, now: str) -> bool:

@@ -57,7 +57,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         """Reads what the run's earlier processes have written. WhetError if a file cannot be read."""
         self.folder = folder
-        self._lines: dict[tuple[str, int], tuple[str, _Line]] = {}
+        self.lines: dict[tuple[str, int], tuple[str, _Line]] = {}
         """By episode and turn: what was asked there last, and where the answer stands."""
         self._writes: SimpleQueue[_PendingAnswer | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -78,12 +78,12 @@ class Journal:
 
     def find(self, episode: str, turn: int, asked: str) -> Json | None:
         """What was answered to this question, the last time that it was. None: nothing."""
-        known, line = self._lines.get((episode, turn), (None, None))
+        known, line = self.lines.get((episode, turn), (None, None))
         return None if line is None or known != asked else _read_line(line)
 
     def other(self, episode: str, turn: int) -> Json | None:
         """What was answered there last, to any question. None: nothing was asked there."""
-        known = self._lines.get((episode, turn))
+        known = self.lines.get((episode, turn))
         return None if known is None else _read_line(known[1])
 
     async def write(self, episode: str, turn: int, asked: str, answer: Json) -> None:
@@ -100,7 +100,7 @@ class Journal:
 
     def forget(self, episode: str, turn: int = 0) -> None:
         """The episode goes on otherwise from this turn on, and other answers follow."""
-        while self._lines.pop((episode, turn), None) is not None:
+        while self.lines.pop((episode, turn), None) is not None:
             turn += 1
 
     def drop(self, stage: int, step: int) -> None:
@@ -114,12 +114,12 @@ class Journal:
     def over(self, stage: int, step: int) -> None:
         """No rollout of this process asks for what was answered before `step` steps of a stage were done: it stays on
         the disk alone, for a process that resumes from an earlier checkpoint."""
-        paths = {line.path for _, line in self._lines.values()}
+        paths = {line.path for _, line in self.lines.values()}
         self._forget_in({path for path in paths if _named(path)[1] < (stage, step)})
 
     def _forget_in(self, gone: Collection[Path]) -> None:
         if gone:
-            self._lines = {name: known for name, known in self._lines.items() if known[1].path not in gone}
+            self.lines = {name: known for name, known in self.lines.items() if known[1].path not in gone}
 
     def close(self) -> None:
         """All that was given to `write` is written."""
@@ -166,14 +166,14 @@ class Journal:
             ended = len(writes) < len(got)
             for path in dict.fromkeys(write.path for write in writes):
                 mine = [write for write in writes if write.path == path]
-                start = self._append(path, b"".join(write.data for write in mine))
+                start = self.append(path, b"".join(write.data for write in mine))
                 for write in mine:
                     line = _Line(path, start, len(write.data))
                     start += line.size
                     with suppress(RuntimeError):  # its loop has ended
                         write.written.get_loop().call_soon_threadsafe(self._settle, write, line)
 
-    def _append(self, path: Path, data: bytes) -> int:
+    def append(self, path: Path, data: bytes) -> int:
         """Bring lines to the disk. Returns where they begin. Nothing follows a write that failed, not even in part."""
         if self._broken is not None:
             return 0
@@ -206,7 +206,7 @@ class Journal:
     def _know(self, name: tuple[str, int], asked: str, line: _Line) -> None:
         """What followed an earlier answer does not follow this one."""
         self.forget(*name)
-        self._lines[name] = asked, line
+        self.lines[name] = asked, line
 
 
 def _named(path: Path) -> tuple[int, tuple[int, int]]:

@@ -77,11 +77,11 @@ class McpServer(Section):
 def tools_of(server: McpServer) -> list[Tool]:
     """The tools of a server. ConfigError if it cannot be started, or offers what cannot be used."""
     before = partial(_session, server)
-    return [Tool(spec, partial(_call, server, spec.name), before=before) for spec in _listed(server.key)]
+    return [Tool(spec, partial(_call, server, spec.name), before=before) for spec in listed_tools(server.key)]
 
 
 @cache
-def _listed(key: str) -> tuple[ToolSpec, ...]:
+def listed_tools(key: str) -> tuple[ToolSpec, ...]:
     """The tools of a server, which is started and ended for this."""
     server = McpServer.model_validate_json(key)
     found: list[tuple[ToolSpec, ...] | BaseException] = []
@@ -117,15 +117,15 @@ def _listed(key: str) -> tuple[ToolSpec, ...]:
 
 # ---------------------------------------------------------------- calls
 
-_sessions: dict[str, Session] = {}
-"""Of this process, by the key of their server."""
+sessions: dict[str, Session] = {}
+"""The servers that this process has started, by their key."""
 
 
 async def _session(server: McpServer) -> Session:
     """The one of this process, started if there is none. EnvFault if it cannot be."""
-    session = _sessions.get(server.key)
+    session = sessions.get(server.key)
     if session is None or session.over or session.loop is not asyncio.get_running_loop():
-        session = _sessions[server.key] = Session(server, _listed(server.key))
+        session = sessions[server.key] = Session(server, listed_tools(server.key))
     await asyncio.shield(session.opened)
     return session
 
@@ -164,7 +164,7 @@ def _text(part: Any) -> str:
     return part.text if part.type == "text" else f"[{part.type}: not shown]"
 
 
-def _messages(line: bytes) -> list[Any]:
+def messages_of(line: bytes) -> list[Any]:
     """The messages of a line of a server: one, or those of a batch. Half a letter, as of a text that was cut (half a
     surrogate pair, or bytes that are no UTF-8), is a mark in its place. The package refuses what is no message, and its
     call would have no answer: where it names its call, it becomes an error of it. ValueError or RecursionError for a
@@ -368,7 +368,7 @@ class Stdio:
         try:
             while line := await self.process.stdout.readline():
                 try:
-                    messages = _messages(line)
+                    messages = messages_of(line)
                 except (ValueError, RecursionError):
                     continue  # what a library prints there, for one
                 for message in messages:

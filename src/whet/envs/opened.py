@@ -65,7 +65,7 @@ class Environments:
         are asked."""
         self._folder = journal
         self._told_by = told_by
-        self._journal: Journal | None = None
+        self.journal: Journal | None = None
         """Opened with the first environment."""
         self._place = 0, 0
         self._counts: Counts = Counts()
@@ -111,11 +111,11 @@ class Environments:
                 self.hosts[known] = EnvHosts(env, imports=cfg.imports)
         make: MakeEnv = silent if self._told_by is not None else self.hosts[known].make
         if self._folder is not None:
-            if self._journal is None:
-                self._journal = Journal(self._folder)
-                self._journal.at(*self._place)
+            if self.journal is None:
+                self.journal = Journal(self._folder)
+                self.journal.at(*self._place)
             what = self._about[known]
-            make = journaled(make, self._journal, what, counts=self._counts, repeated=repeated)
+            make = journaled(make, self.journal, what, counts=self._counts, repeated=repeated)
         if self._work is None or self._work.rewards is not rewards:
             self._work = RunWork(rewards, cfg, self._counts)
         return {
@@ -136,21 +136,21 @@ class Environments:
         """What is played from here on comes after `step` steps of a stage. ahead: how many steps before a rollout may
         have begun that is under way; None: it is not known, and every answer stays at hand."""
         self._place = stage, step
-        if self._journal is not None:
-            self._journal.at(stage, step)
+        if self.journal is not None:
+            self.journal.at(stage, step)
             if ahead is not None:
-                self._journal.over(stage, step - ahead)
+                self.journal.over(stage, step - ahead)
 
     def saved(self, oldest: Callable[[], tuple[int, int] | None], *, ahead: int) -> None:
         """A checkpoint was saved. oldest: gives stage and step of the oldest one that there is. ahead: how many steps
         before a checkpoint a rollout may have begun that is under way in it."""
-        if self._journal is not None and (place := oldest()) is not None:
+        if self.journal is not None and (place := oldest()) is not None:
             self.drop(place[0], place[1] - ahead)
 
     def drop(self, stage: int, step: int) -> None:
         """What was played before `step` steps of a stage were done is not played again."""
-        if self._journal is not None:
-            self._journal.drop(stage, step)
+        if self.journal is not None:
+            self.journal.drop(stage, step)
 
     @property
     def restarts(self) -> int:
@@ -179,5 +179,5 @@ class Environments:
             hosts.close()
         self.hosts.clear()
         self._about.clear()
-        if self._journal is not None:
-            self._journal.close()
+        if self.journal is not None:
+            self.journal.close()

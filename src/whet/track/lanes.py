@@ -39,7 +39,8 @@ class Notes:
 
     def __init__(self, clock: Callable[[], int] = clock) -> None:
         self.clock = clock
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
+        """What was noted since the last question; folded, where nobody asks."""
         self._depth = 0
 
     @contextmanager
@@ -60,7 +61,7 @@ class Notes:
         try:
             yield
         finally:
-            last = self._spans[-1] if self._spans else None
+            last = self.spans[-1] if self.spans else None
             kind: Kind = "part" if self._depth else "work"
             if last is None or (last.name, last.kind) != (name, kind) or start_ns - last.end_ns > MERGE_NS:
                 self._add(self._ended(name, start_ns))
@@ -71,7 +72,7 @@ class Notes:
 
     def told(self, heard_ns: int) -> Told:
         """All that was noted since the last time. heard_ns: when the question came that is answered now."""
-        spans, self._spans = folded(self._spans), []
+        spans, self.spans = folded(self.spans), []
         return Told(heard_ns, self.clock(), spans)
 
     def _ended(self, name: str, start_ns: int) -> Span:
@@ -84,9 +85,9 @@ class Notes:
         )
 
     def _add(self, span: Span) -> None:
-        self._spans.append(span)
-        if len(self._spans) > 4 * MOST:  # nobody asks
-            self._spans = folded(self._spans)
+        self.spans.append(span)
+        if len(self.spans) > 4 * MOST:  # nobody asks
+            self.spans = folded(self.spans)
 
 
 class Lane:

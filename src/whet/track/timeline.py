@@ -86,7 +86,8 @@ class Timeline:
         self.beside: list[Beside] = []
         """Other processes whose spans are written here."""
         self.opened_ns = clock()
-        self._wall_ns = time.time_ns() - self.opened_ns
+        self.wall_ns = time.time_ns() - self.opened_ns
+        """From this process's clock to the time of day, which the file has."""
         self._spans: list[Span] = []
         self._last: dict[str, Span] = {}
         self._depth: dict[str, int] = {}
@@ -225,7 +226,7 @@ class Timeline:
             self._lanes[span.lane] = len(self._lanes)
             yield self._head("thread", self._lanes[span.lane], span.lane, of=span.of)
         args: dict[str, Json] = {"stage": span.stage, "step": span.step}
-        start_us = (self._wall_ns + span.start_ns) // 1000
+        start_us = (self.wall_ns + span.start_ns) // 1000
         if span.pieces > 1:
             args |= {"pieces": span.pieces, "busy_us": span.busy_ns // 1000}
         yield {
@@ -233,7 +234,7 @@ class Timeline:
             "cat": span.kind,
             "ph": "X",
             "ts": start_us,
-            "dur": (self._wall_ns + span.end_ns) // 1000 - start_us,
+            "dur": (self.wall_ns + span.end_ns) // 1000 - start_us,
             "pid": self._process,
             "tid": self._lanes[span.lane],
             "args": args,
