@@ -238,8 +238,30 @@ def test_without_a_name_the_run_goes_on_from_the_one_before_and_says_what_is_los
     for path in checkpoint.all_in(run_dir / "checkpoints"):
         flip(path / "policy/model.safetensors")
     code, out = train(run_dir)
+    said = " ".join(out.split())
     assert code == 1
-    assert "0-main-000003: policy/model.safetensors has changed" in out
+    assert "0-main-000003: policy/model.safetensors has changed" in said
+    assert (
+        "all 2 checkpoints here are damaged; put a copy of one back, or start a new run in another run_dir"
+        in said
+    )
+    assert "checkpoint.resume=" not in said, "of one that is damaged, too"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "it is empty"), ("{", "it is not JSON: Expecting property name")]
+)
+def test_a_manifest_that_is_no_json_says_so_and_what_to_do(
+    finished: Path, tmp_path: Path, text: str, said: str
+) -> None:
+    root = tmp_path / "checkpoints"
+    shutil.copytree(finished / "checkpoints", root)
+    (root / "0-main-000003/manifest.json").write_text(text)
+    after = rf".*; checkpoint.resume={root}/0-main-000002 resumes from the previous"
+    with pytest.raises(
+        checkpoint.Damaged, match=rf"not a complete checkpoint \(manifest.json: {said}{after}"
+    ):
+        checkpoint.read_state(root / "0-main-000003")
 
 
 SIZE = [10, "0" * 64]

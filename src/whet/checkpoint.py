@@ -280,7 +280,7 @@ def newest_whole(root: Path) -> tuple[Path, Json] | None:
     found = all_in(root) if newest(root) is not None else []
     for path in reversed(found):
         try:
-            state = read_state(path)
+            state = state_of(path)
         except Damaged as e:
             log.warning("%s", e)
             first = first or e
@@ -289,7 +289,10 @@ def newest_whole(root: Path) -> tuple[Path, Json] | None:
             log.warning("resuming from %s instead: %s", path, _lost(path, found[-1]))
         return path, state
     if first is not None:
-        raise first
+        others = f"; all {len(found)} checkpoints here are damaged" if found[1:] else ""
+        raise Damaged(
+            f"{first}{others}; put a copy of one back, or start a new run in another run_dir"
+        ) from first
     return None
 
 
@@ -316,7 +319,7 @@ def read_state(path: Path) -> Json:
         instead = (
             f"checkpoint.resume={older[-1]} resumes from the previous checkpoint, which export accepts too"
             if older
-            else "give a checkpoint's folder"
+            else "give the folder of another checkpoint"
         )
         raise Damaged(f"{e}; {instead}; or start a new run in another run_dir") from e
 
@@ -411,7 +414,11 @@ def _listed(path: Path) -> dict[str, tuple[int, str]]:
 def _json(path: Path, name: str) -> Json:
     try:
         check_regular(path / name, Damaged)
-        value = json.loads((path / name).read_text(encoding="utf-8"))
+        text = (path / name).read_text(encoding="utf-8")
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        why = f"it is not JSON: {e}" if text else "it is empty"
+        raise Damaged(f"{path} is not a complete checkpoint ({name}: {why})") from e
     except (Damaged, OSError, ValueError, RecursionError) as e:
         raise Damaged(f"{path} is not a complete checkpoint ({name}: {e})") from e
     if depth(value) > MOST_LEVELS:  # who reads on does so by recursion

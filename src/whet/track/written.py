@@ -259,17 +259,26 @@ def read_manifest(run_dir: Path) -> dict[str, Json]:
     path = run_dir / "manifest.json"
     if not path.exists():
         return {}
-    found = parse_json(read_bytes(path, DataError, most=MOST_JSON_BYTES), str(path), DataError)
+    text = read_bytes(path, DataError, most=MOST_JSON_BYTES)
+    try:
+        found = parse_json(text, str(path), DataError)
+    except DataError as e:
+        raise DataError(f"{e if text else f'{path} is empty'}{_MOVE}") from e
     if not isinstance(found, dict):
-        raise DataError(f"{path}: expected a JSON object{_BY}")
+        raise DataError(f"{path}: expected a JSON object{_MOVE}")
     for name, entry in (("starts", _is_start), ("changes", _is_change)):
         values = found.get(name, [])
         if not isinstance(values, list) or (name == "starts" and name in found and not values):
-            raise DataError(f"{path}: {name} is {str(values)[:60]!r}, expected a list{_BY}")
+            raise DataError(f"{path}: {name} is {str(values)[:60]!r}, expected a list{_MOVE}")
         for number, value in enumerate(values):
             if not entry(value):
-                raise DataError(f"{path}: {name}[{number}] is {str(value)[:60]!r}, which no run writes{_BY}")
+                raise DataError(
+                    f"{path}: {name}[{number}] is {str(value)[:60]!r}, which no run writes{_MOVE}"
+                )
     return found
+
+
+_MOVE = f"{_BY} Put a copy of it back, or move it away: the run goes on without the record of its starts"
 
 
 _MAPS = ("packages", "code_sha256", "data_sha256", "arithmetic", "environment")
