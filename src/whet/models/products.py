@@ -255,7 +255,7 @@ def rounds(dtype: torch.dtype) -> bool:
     if dtype is not torch.bfloat16:  # in float32 `chosen` asks, before there is an answer
         return False
     multiply = chosen().multiply
-    return isinstance(multiply, _Compiled) and multiply.has_tiles()
+    return isinstance(multiply, _Compiled) and multiply.multiplies_by_tiles()
 
 
 @torch.no_grad()
@@ -353,7 +353,7 @@ class _Compiled:
         if self.lib.whet_product_bf16(*operands, *size, half, add, torch.get_num_threads()):
             raise _no_memory()
 
-    def has_tiles(self) -> bool:
+    def multiplies_by_tiles(self) -> bool:
         """This CPU and its kernel have tiles for bfloat16, and they sum by the rule of products_bf16.c."""
         return bool(self.lib.whet_tiles()) and _tiles_obey(self.by_tiles)
 
