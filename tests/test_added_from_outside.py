@@ -69,7 +69,7 @@ class Plain:
     """Computes the whole history anew for every token, without a cache. `said.jsonl` has all that it has said."""
 
     can = Capabilities(
-        logprobs="always", stop_texts=False, penalties=False, images=False, in_flight_updates=True,
+        logprobs="always", stop_texts=False, penalties=False, in_flight_updates=True,
         reproducible="everywhere",
     )
 

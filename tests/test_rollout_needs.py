@@ -20,7 +20,6 @@ ALL = Capabilities(
     logprobs="always",
     stop_texts=True,
     penalties=True,
-    images=True,
     in_flight_updates=True,
     reproducible="everywhere",
 )

@@ -61,7 +61,6 @@ class Capabilities:
     """`Sampling.stop`."""
     penalties: bool
     """`Sampling.repetition_penalty`."""
-    images: bool
     in_flight_updates: bool
     """`pause(finish=False)` keeps requests, and they go on with the new weights."""
     reproducible: Literal["everywhere", "server", "no"]
@@ -99,7 +98,6 @@ def own_engine(*, stop_texts: bool, experts: bool = False, device: str = "cpu") 
         logprobs="always",
         stop_texts=stop_texts,
         penalties=True,
-        images=False,
         in_flight_updates=True,
         reproducible="everywhere" if device == "cpu" else "no",
         experts=experts,

@@ -97,7 +97,6 @@ class OpenAIApi:
             logprobs="plain",
             stop_texts=False,
             penalties="repetition_penalty" in self.is_.takes,
-            images=False,
             in_flight_updates=False,
             reproducible="no",
             score_temperatures=False,

@@ -67,7 +67,6 @@ CAN = Capabilities(
     logprobs="unpenalised",
     stop_texts=False,
     penalties=True,
-    images=False,
     in_flight_updates=True,
     reproducible="no",
     score_temperatures=False,

@@ -55,7 +55,6 @@ CAN = Capabilities(
     logprobs="unfiltered",
     stop_texts=False,
     penalties=True,
-    images=False,
     in_flight_updates=True,
     reproducible="server",
     score_temperatures=False,
