@@ -141,6 +141,8 @@ def test_a_long_override_is_shortened_without_a_part_of_a_secret() -> None:
     with pytest.raises(ConfigError, match=r"override seed=x+<redacted:.*\.\.\.") as told:
         load(None, [f"reward_workers.env={{JUDGE_KEY: {secret}}}", f"seed={'x' * 170}{secret}{'x' * 200}"])
     assert "sk-of" not in str(told.value)
+    with pytest.raises(ConfigError, match=r"override seed=\{api_key: <redacted:[^>]*>\}: "):
+        load(None, [f"seed={{api_key: {secret * 9}}}"])
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "!!python/name:os.system", "!own 3"])

@@ -190,9 +190,8 @@ def _excerpt(text: str, begin: int) -> str:
 
 def place_of_override(text: str) -> str:
     """Where an override gives its value: the override itself, truncated where it is long."""
-    if len(text) > _MOST_OVERRIDE:
-        text = redact(text)[: _MOST_OVERRIDE - 3] + "..."
-    return f"override {text}"
+    text = redact(text)
+    return f"override {text if len(text) <= _MOST_OVERRIDE else text[: _MOST_OVERRIDE - 3] + '...'}"
 
 
 def named(path: Path, tree: Json) -> str:
