@@ -17,7 +17,7 @@ from whet.config.plan import plans
 from whet.config.schema import SourceConfig
 from whet.offline import Judged, check, judge, read
 from whet.rewards.combine import RewardSet
-from whet.types import ConfigError, DataError, Json, WhetError
+from whet.types import ConfigError, DataError, Json, Task, WhetError
 
 ROWS: list[dict[str, Json]] = [
     {
@@ -175,6 +175,41 @@ def test_a_training_config_may_be_used_with_a_file(tmp_path: Path) -> None:
     given = replies_in(tmp_path / "r.jsonl", training.config)
     assert given["data"] == {"eval": [{"path": f"{tmp_path}/r.jsonl", "answer": "number", "name": "numbers"}]}
     check(load(None, ["train.steps=3", "rewards.answer.function=exact"], given), whole=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("prompt", "question"),
+        ("response", "reply"),
+        ("answer", "solution"),
+        ("label", "kind"),
+        ("template", "Add: {prompt}"),
+        ("system_prompt", "Add."),
+        ("skip", 1),
+        ("limit", 1),
+    ],
+)
+def test_what_a_source_says_of_its_rows_counts_for_replies(key: str, value: Json) -> None:
+    """Rewards see the task of each row and its replies."""
+    rows = tuple(
+        {
+            "prompt": f"{n}+1=",
+            "question": f"1+{n}=",
+            "response": str(n + 1),
+            "reply": str(n + 2),
+            "answer": str(n + 1),
+            "solution": str(n + 2),
+            "kind": "sums",
+        }
+        for n in range(2)
+    )
+
+    def seen(**given: Json) -> list[tuple[Task, list[str]]]:
+        source = SourceConfig.model_validate({"rows": rows, **given})
+        return [(group.task, [r.text for r in group.rollouts]) for group in read([source])]
+
+    assert seen(**{key: value}) != seen() == seen()
 
 
 def test_the_column_of_replies_is_named(tmp_path: Path) -> None:
