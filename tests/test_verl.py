@@ -459,6 +459,14 @@ def test_corrections_that_are_refused(given: dict[str, Json], said: str) -> None
     assert said in refusal(algorithm.correction, {C + key: value for key, value in given.items()})
 
 
+def test_a_weight_of_corrections_that_verl_does_not_have_is_refused() -> None:
+    tree = {"algorithm": {"rollout_correction": {"rollout_is": "rollout"}}}
+    key = C + "rollout_is"
+    assert [text for _, text in translate(tree, dialect("verl-ppo"), origins={}).problems] == [
+        f'{key}: got "rollout", expected null or one of token, sequence'
+    ]
+
+
 @pytest.mark.parametrize(
     ("given", "native"),
     [
