@@ -248,7 +248,7 @@ def test_a_channel_holds_what_is_sent_ahead(lane: Lane, monkeypatch: pytest.Monk
     monkeypatch.setattr(nursery.socket, "socketpair", lambda: pair)
     monkeypatch.setattr(nursery, "fork", lambda _: 1 << 22)
     w = nursery.Nursery.spawn(lane.guard, 0)
-    assert w.channel.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= 4 * nursery._AHEAD_BYTES
+    assert w.channel.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= 4 * nursery.AHEAD_BYTES
     w.channel.close()
     os.close(w.output.fd)
 

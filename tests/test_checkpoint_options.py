@@ -181,13 +181,15 @@ def test_the_last_step_is_exported_as_one_of_them_where_the_stage_is_not(
 def test_a_disk_that_is_full_at_an_export_leaves_no_half_of_one_and_the_run_goes_on_later(
     finished: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = tmp_path / "run"
+    run_dir, rename = tmp_path / "run", os.rename
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def full(old: Path, new: Path) -> None:
+        if run_dir / "export" == Path(new).parent:
+            raise OSError(28, "No space left on device")
+        rename(old, new)
 
     with monkeypatch.context() as patch:
-        patch.setattr("whet.track.files._take_place", full)
+        patch.setattr(os, "rename", full)
         with pytest.raises(CheckpointError, match="the disk is full"):
             train(run_dir, "checkpoint.export_interval=1")
     assert list((run_dir / "export").iterdir()) == []

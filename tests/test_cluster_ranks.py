@@ -219,14 +219,14 @@ def test_a_process_beside_the_ranks_puts_their_weights_into_the_store(
     assert all(map(torch.equal, split(torch.from_numpy(flat.copy()), written.entries), model.parameters()))
     with pytest.raises(WhetError, match=r"version 2 could not be read: .*did not arrive"):
         staging.put(2, names)
-    who = ray.get(staging._actor.__ray_call__.remote(lambda _: os.getpid()))
+    who = ray.get(staging.actor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(who, signal.SIGSTOP)
     staging.timeout_s = 0.1
     with pytest.raises(WhetError, match=r"version 1 was not read within sync\.timeout_s=0\.1"):
         staging.put(1, names)
     os.kill(who, signal.SIGCONT)
     staging.timeout_s = 60
-    ray.kill(staging._actor)
+    ray.kill(staging.actor)
     while Path(f"/proc/{who}").exists():  # Ray does not wait for its end, and it may read meanwhile
         time.sleep(0.01)
     with pytest.raises(WhetError, match="version 1: the process that reads it has ended"):

@@ -166,7 +166,7 @@ def toy(monkeypatch):
     monkeypatch.setitem(tables.TABLES, "toy", ("toy", ""))
     monkeypatch.setitem(versions.VERSIONS, "toy", ("1", "2"))
     monkeypatch.setitem(versions.DOCUMENTS, "toy", "1")
-    monkeypatch.setitem(tables.FILES, "toy", tables._FileKind(tables=("toy",), nulls=("None",)))
+    monkeypatch.setitem(tables.FILES, "toy", tables.FileKind(tables=("toy",), nulls=("None",)))
 
 
 def told(tree, of=ON):
@@ -604,10 +604,10 @@ def test_recognition(toy):
 
 
 def test_a_tie_is_not_guessed(toy, monkeypatch):
-    monkeypatch.setitem(tables.FILES, "toy-too", tables._FileKind(tables=("toy",)))
+    monkeypatch.setitem(tables.FILES, "toy-too", tables.FileKind(tables=("toy",)))
     with pytest.raises(ConfigError, match=r"toy and toy-too each know 100% of its keys.* --dialect toy"):
         recognise(parse(FILE).tree)
-    monkeypatch.setitem(tables.FILES, "toy-too", tables._FileKind(tables=("toy",), sign=("judge", ("x",))))
+    monkeypatch.setitem(tables.FILES, "toy-too", tables.FileKind(tables=("toy",), sign=("judge", ("x",))))
     assert recognise(parse(FILE).tree) == "toy"
 
 

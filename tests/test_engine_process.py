@@ -214,11 +214,11 @@ def test_a_server_is_read_on_while_its_log_cannot_be_written(tmp_path: Path) -> 
     """It would wait at a full pipe, and a run for its answers."""
     log, source = EngineLog(tmp_path / "engine.log"), tmp_path / "printed"
     source.write_bytes(b"a line\n" * 500)
-    there = log._file
-    with source.open("rb") as file, open("/dev/full", "ab", buffering=0) as log._file:
+    there = log.file
+    with source.open("rb") as file, open("/dev/full", "ab", buffering=0) as log.file:
         log.copy(file)
         assert file.read() == b""
-    log._file = there
+    log.file = there
     source.write_bytes(b"last\n")
     with source.open("rb") as file:
         log.copy(file)

@@ -134,7 +134,7 @@ def test_an_explorer_that_hangs_is_replaced_and_told(
     lines = Lines(first, says(("beat", (START, 999.0)), ("done", None)))
     with caplog.at_level(logging.INFO):
         crew = Crew(load(None, (), TREE), lines, restarts=1, patience_s=100.0, silence_s=0.3)
-        for watching in crew._watching:
+        for watching in crew.watching:
             watching.join(20)
     assert [line.killed for line in lines.ever] == [True, False]
     lost = [r.getMessage() for r in caplog.records if "explorer-0 lost" in r.getMessage()]
@@ -171,7 +171,7 @@ def test_an_explorer_that_is_lost_after_the_end_of_the_run_is_told_in_its_thread
         pass
 
     asyncio.run(beside(crew, main()))
-    for watching in crew._watching:
+    for watching in crew.watching:
         watching.join(20)
     assert isinstance(crew.lost.exception(0), WhetError)
     assert not failed

@@ -122,11 +122,12 @@ def test_rollouts_that_are_given_up_while_others_are_scored_are_extra(
         return groups
 
     monkeypatch.setattr("whet.explorer.score", score)
-    monkeypatch.setattr(Explorer, "_phase", lambda self, name: nullcontext())
+    monkeypatch.setattr(Monitor, "phase", lambda self, name: nullcontext())
     explorer, double = object.__new__(Explorer), cast(Any, None)
     monitor = Monitor("s", double, double, double)
     remax = SimpleNamespace(needs={"baseline"})
-    explorer.context = cast(Any, SimpleNamespace(monitor=monitor, algorithm=remax))
+    plan = SimpleNamespace(mode="synchronous")
+    explorer.context = cast(Any, SimpleNamespace(monitor=monitor, algorithm=remax, plan=plan))
     explorer.rewards, explorer.checks_failures = double, False
     playing = partial(
         play_groups, engine, sampling=Sampling(max_tokens=6), seed=0, purpose="train", decode=str,

@@ -35,7 +35,7 @@ def test_each_line_names_what_there_is(line: dict[str, str]) -> None:
     assert (line["native"] != "") == (line["rule"] in ("set", "add"))
     assert not line["native"] or lookup(path_of(line["native"], ())), "the native key is one"
     assert strange_names(system, line["when"]) == []
-    assert strange(system, (found[0] for found in re.findall(rules._VALUE, line["text"]))) == []
+    assert strange(system, (found[0] for found in re.findall(rules.VALUE, line["text"]))) == []
 
 
 @pytest.mark.parametrize(

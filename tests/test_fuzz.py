@@ -19,7 +19,7 @@ from fuzz.readers import FUZZERS
 from fuzz.run import case, judge, run, verdicts
 from whet.config import draft, parse
 from whet.config.draft import Draft
-from whet.data import columns, files, templates
+from whet.data import columns, files, prepare, tasks, templates
 from whet.models import load
 
 ROOT = Path(__file__).parents[1]
@@ -105,19 +105,20 @@ def a_key_that_is_looked_up_blindly(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_loop_that_does_not_end_on_a_negative_number(patch: pytest.MonkeyPatch) -> None:
-    parse_row = columns._parse
+    parse = columns.parse
 
     def planted(row: Any, *args: Any, **kwargs: Any) -> Any:
         while any(isinstance(v, int) and v < 0 for v in row.values()):
             pass
-        return parse_row(row, *args, **kwargs)
+        return parse(row, *args, **kwargs)
 
-    patch.setattr(columns, "_parse", planted)
+    for module in (prepare, tasks):
+        patch.setattr(module, "parse", planted)
 
 
 def memory_for_a_large_number(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(load, "check_files", lambda *_, **__: None)
-    read = load._read_config
+    read = load.read_config
 
     def planted(*asked: Any) -> Any:
         config = read(*asked)
@@ -125,15 +126,15 @@ def memory_for_a_large_number(patch: pytest.MonkeyPatch) -> None:
         bytearray(min(max(0, *sizes), 2**20) * 2**20)
         return config
 
-    patch.setattr(load, "_read_config", planted)
+    patch.setattr(load, "read_config", planted)
 
 
 def recursion_in_c_on_what_nests_deep(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parse, "_too_much", lambda text: None)
+    patch.setattr(parse, "excess", lambda text: None)
 
 
 def a_wrong_type_that_is_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(columns, "_prompt", lambda value, *rest: str(value) or "?")
+    patch.setattr(columns, "prompt_of", lambda value, *rest: str(value) or "?")
 
 
 def a_template_without_a_limit(patch: pytest.MonkeyPatch) -> None:

@@ -396,7 +396,7 @@ def test_on_a_full_disk_another_file_is_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(WhetError, match=said):
         module.whole(tmp_path / "out.jsonl", full, iter(()))
     with module.Kept(tmp_path / "k", "s") as kept, open("/dev/full", "wb", buffering=0) as file:
-        monkeypatch.setattr(kept, "_file", file)
+        monkeypatch.setattr(kept, "file", file)
         with pytest.raises(WhetError, match=said):
             kept.add(["a"])
         monkeypatch.undo()

@@ -285,10 +285,7 @@ def test_what_a_server_says_of_an_error_is_short_and_commands_no_terminal(body: 
     said.encode()
 
 
-def test_a_server_that_tells_its_token_back_is_struck_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "_known", {})
-    monkeypatch.setattr(secrets, "_forms", {})
-    monkeypatch.setattr(secrets, "_compiled", None)
+def test_a_server_that_tells_its_token_back_is_struck_out() -> None:
     secrets.learn("rollout.server.token", "tok-9f31c2aa77")
     with pytest.raises(WhetError, match="redacted") as caught:
         asked(saying(b'{"error": "no entry for tok-9f31c2aa77"}', status=401))

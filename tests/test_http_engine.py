@@ -137,7 +137,7 @@ def test_a_closed_engine_opens_no_connection_any_more(server: VllmServer) -> Non
         await engine.close()
         with pytest.raises(Unreachable, match="its engine was closed"):
             await engine.health()
-        assert engine.calls._session is None
+        assert engine.calls.session is None
 
     run(story())
 

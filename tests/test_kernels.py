@@ -27,9 +27,9 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ops:
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("test_triton runs these")
         monkeypatch.setattr(
-            triton_ops, "fits", lambda *given: all(t.dtype in triton_ops._DTYPES for t in given)
+            triton_ops, "fits", lambda *given: all(t.dtype in triton_ops.DTYPES for t in given)
         )
-        functions = {name: getattr(triton_ops, name) for name in kernels._FUNCTIONS}
+        functions = {name: getattr(triton_ops, name) for name in kernels.FUNCTIONS}
         return Ops(name="torch", reason="interpreted", **functions)
     try:
         return kernels.load(request.param)

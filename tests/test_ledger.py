@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import threading
 import time
 from types import SimpleNamespace
 
@@ -188,11 +189,11 @@ def test_the_watch_reports_a_call_that_does_not_return(caplog):
     text = caplog.records[0].getMessage()
     assert "in the update" in text
     assert "stuck_in_here" in text
-    assert not watch._thread.is_alive()
+    assert "whet-watch" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_the_watch_is_silent_while_the_run_lives(caplog):
     with caplog.at_level(logging.WARNING), Watch(quiet_s=5.0) as watch:
         watch.beat("a")
-        watch._end.wait(0.05)
+        time.sleep(0.05)
     assert not caplog.records

@@ -43,7 +43,7 @@ from whet.models.lora import (
     refresh,
     twin,
 )
-from whet.models.lora_layers import _Adapted
+from whet.models.lora_layers import Adapted
 from whet.models.mesh import Dims
 from whet.models.muon import Muon
 from whet.models.products import Everywhere, chosen
@@ -87,7 +87,7 @@ def test_gradients_are_finite_differences() -> None:
     weight, bias = draw(5, 4).detach(), draw(5).detach()
 
     def layer(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return _Adapted.apply(x, (weight + 0.7 * b @ a).detach(), bias, a, b, 0.7)
+        return Adapted.apply(x, (weight + 0.7 * b @ a).detach(), bias, a, b, 0.7)
 
     assert torch.autograd.gradcheck(layer, (draw(2, 3, 4), draw(2, 4), draw(5, 2)))
 

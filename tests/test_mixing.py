@@ -120,8 +120,8 @@ def test_tasks_are_drawn_by_number(weights, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_jump_ends_where_so_many_draws_end(weights):
-    mix, drawn_S = streams._Weighted(weights), np.zeros(len(weights), dtype=np.int64)
-    jumps = streams._Weighted(weights)
+    mix, drawn_S = streams.Weighted(weights), np.zeros(len(weights), dtype=np.int64)
+    jumps = streams.Weighted(weights)
     for draws in range(3000):
         if draws % 7 == 0:
             assert jumps.after(draws, np.zeros_like(drawn_S)) == drawn_S.tolist()
@@ -132,14 +132,14 @@ def test_a_jump_counts_from_the_nearest_place_that_was_passed(monkeypatch):
     monkeypatch.setattr(streams, "MARK", 16)
     here_S = np.array([700, 300])
     for jumped in (True, False):
-        mix = streams._Weighted((7.0, 3.0))
+        mix = streams.Weighted((7.0, 3.0))
         if jumped:
             mix.after(1000, np.zeros(2, dtype=np.int64))
         else:
             drawn_S = np.zeros(2, dtype=np.int64)
             for _ in range(1000):
                 drawn_S[mix(drawn_S)] += 1
-        mix._marks[0] = [10**6, 10**6]  # what is counted from there is wrong
+        mix.marks[0] = [10**6, 10**6]  # what is counted from there is wrong
         assert mix.after(500, here_S) == [350, 150]
         assert mix.after(1001, here_S) == [701, 300]
         assert mix.after(10, here_S) != [7, 3]

@@ -112,7 +112,7 @@ def test_a_rank_that_stands_still_in_the_middle_of_a_message_is_named(
 ) -> None:
     """The message is longer than what the connection holds, so neither end gets on without the other."""
     ranks = Ranks(Dims(dp_replicate=1), timeout_s=60.0)
-    line, hear = ranks.lines.lines[0], ranks._hear
+    line, hear = ranks.lines.lines[0], ranks.hear
 
     def stop() -> None:
         os.kill(line.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def test_a_rank_that_stands_still_in_the_middle_of_a_message_is_named(
         stop()
     else:
         function = bytes, 2**24
-        monkeypatch.setattr(ranks, "_hear", hear_half)
+        monkeypatch.setattr(ranks, "hear", hear_half)
     lost = threading.Timer(40.0, line.kill)
     lost.start()
     with pytest.raises(

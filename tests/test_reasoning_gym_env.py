@@ -27,9 +27,9 @@ needs_sandbox = pytest.mark.skipif(bool(sandbox.lacking()), reason=f"no sandbox 
 @pytest.fixture(autouse=True)
 def _processes() -> Iterator[None]:
     yield
-    for judge in tries._judges.values():
+    for judge in tries.judges.values():
         judge.close()
-    tries._judges.clear()
+    tries.judges.clear()
 
 
 def row(name: str = "spell_backward") -> dict[str, Any]:

@@ -386,7 +386,7 @@ def test_numbers_that_are_not_finite_are_null_and_counted() -> None:
 
 def test_a_full_disk_while_logging_is_a_clear_error(tmp_path: Path) -> None:
     directory = record.RunDirectory(tmp_path, ["s"])
-    directory._metrics = io.FileIO("/dev/full", "a")
+    directory.metrics_file = io.FileIO("/dev/full", "a")
     with pytest.raises(WhetError, match=r"metrics.jsonl: the disk is full"):
         directory.log("s", 1, metrics={"a/b": 1.0}, timings={})
 
@@ -537,12 +537,12 @@ def test_what_a_checkpoint_has_of_the_record_costs_what_it_names(
     """Not what the run has written; and it is what a process that has read the folders would say."""
     monkeypatch.setattr(record, "NAMED", most)
     directory = record.RunDirectory(tmp_path, ["sft-1", "grpo"])
-    age, asked = directory._age, list[str]()
-    monkeypatch.setattr(directory, "_age", lambda name: (asked.append(name), age(name))[1])
+    age, asked = directory.age, list[str]()
+    monkeypatch.setattr(directory, "age", lambda name: (asked.append(name), age(name))[1])
     for stage, step in PLACES:
         write_step(directory, stage, step)
         again = record.RunDirectory(tmp_path, ["sft-1", "grpo"])
-        by_age = sorted(again._files, key=again._age)
+        by_age = sorted(again.sizes, key=again.age)
         asked.clear()
         held = directory.held()
         assert list(held["files"]) == sorted(by_age[-most:])

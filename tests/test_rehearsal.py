@@ -245,9 +245,7 @@ def test_a_run_that_hangs_is_not_said_to_have_ended(tmp_path, monkeypatch):
     assert (found.kind, found.what) == ("fails", "the run")
     assert found.said.startswith("hung (no end within 0.1 s) after 0 steps")
     waiting = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    assert (
-        small_runs._kill_within(waiting, tmp_path / "metrics.jsonl") == "the run hung: no step within 0.1 s"
-    )
+    assert small_runs.kill_within(waiting, tmp_path / "metrics.jsonl") == "the run hung: no step within 0.1 s"
     assert waiting.returncode == -signal.SIGKILL
 
 
@@ -275,7 +273,7 @@ STARTER = """
 import sys
 from pathlib import Path
 from whet.rehearsal import trial
-print(trial._start({}, Path(sys.argv[1]), "small").pid, flush=True)
+print(trial.start({}, Path(sys.argv[1]), "small").pid, flush=True)
 sys.stdin.read()
 """
 SLEEPER = """

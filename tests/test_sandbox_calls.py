@@ -24,10 +24,10 @@ HEADERS = {
     "aarch64": "/usr/include/asm-generic/unistd.h",
 }
 TABLES = (
-    sandbox._DENIED,
-    sandbox._BY_ARGUMENT,
-    sandbox._CAPSET,
-    sandbox._SECCOMP,
+    sandbox.DENIED,
+    sandbox.BY_ARGUMENT,
+    sandbox.CAPSET,
+    sandbox.SECCOMP,
     sandbox.OPENING,
     sandbox.FORKING,
 )
@@ -50,7 +50,7 @@ def test_system_calls_have_the_numbers_of_the_kernel(machine: str) -> None:
         pytest.skip(f"{header} is not here")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
     kernel = {name: int(number) for name, number in found}
-    column = 1 + list(sandbox._MACHINES).index(machine)
+    column = 1 + list(sandbox.MACHINES).index(machine)
     for words in (entry.split() for table in TABLES for entry in table.split(",")):
         number = None if words[column] == "-" else int(words[column])
         assert number == kernel.get(words[0]), words[0]
@@ -58,9 +58,9 @@ def test_system_calls_have_the_numbers_of_the_kernel(machine: str) -> None:
 
 def calls() -> dict[str, tuple[int, ...]]:
     """A number and arguments by name: of what is denied, calls that do nothing or fail where they are allowed."""
-    argued, other = sandbox.numbers(sandbox._BY_ARGUMENT), os.getppid()
+    argued, other = sandbox.numbers(sandbox.BY_ARGUMENT), os.getppid()
     address = ctypes.addressof(ctypes.create_string_buffer(16))
-    made = {name: (number, -1, 0, 0, 0, 0, 0) for name, number in sandbox.numbers(sandbox._DENIED).items()}
+    made = {name: (number, -1, 0, 0, 0, 0, 0) for name, number in sandbox.numbers(sandbox.DENIED).items()}
     made |= {
         "clone": (argued["clone"], 17),  # SIGCHLD: a process
         "kill": (argued["kill"], other, 0),

@@ -357,8 +357,10 @@ def test_a_fork_bomb_and_an_endless_loop_are_stopped(monkeypatch: pytest.MonkeyP
     assert "stopped after this" in notes(
         f"{START} a=1\nset -m\n(while :; do :; done) & disown\n(sleep 9; :) &"
     )
-    asked = shell._asked  # what follows computes until its limit, which is less here
-    monkeypatch.setattr(shell, "_asked", lambda request, folder: asked(request | {"cpu_seconds": 1}, folder))
+    asked = shell.run_enclosed  # what follows computes until its limit, which is less here
+    monkeypatch.setattr(
+        shell, "run_enclosed", lambda request, folder: asked(request | {"cpu_seconds": 1}, folder)
+    )
     assert "does it wait for something?" in problem(f"while :; do :; done\n{START} a=1")
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"whet-script-" in _read(p)]
 
@@ -384,8 +386,8 @@ def test_limits_cannot_be_raised_and_nothing_is_inherited():
 def test_no_secret_of_the_environment_is_noted_beside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed leaves its notes behind; the script itself may still use the secret."""
     raw: list[bytes] = []
-    noted = shell._noted
-    monkeypatch.setattr(shell, "_noted", lambda data, *more: raw.append(data) or noted(data, *more))
+    noted = shell.note_of
+    monkeypatch.setattr(shell, "note_of", lambda data, *more: raw.append(data) or noted(data, *more))
     text = "export GIVEN=1\npython3 -m verl.trainer.main_ppo a.b=${#WANDB_API_KEY}\n"
     launch = read_script(text, (), {"WANDB_API_KEY": "k" * 40, "PLAIN": "p" * 40})
     assert launch.overrides[-1].text == "a.b=40"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Dict, List, Literal, Optional, Tuple  # noqa:
 import numpy as np
 import pytest
 
+from whet import secrets
 from whet.envs.schemas import check_schema, parse_docstring, schema_of, spec_of, wrong, wrong_arguments
 from whet.envs.tools import (
     MOST_RESULT,
@@ -530,11 +531,7 @@ def test_a_long_result_is_cut_where_it_is_asked_to_be() -> None:
     assert fit("a\ud800b", 20, "middle") == ("a\\ud800b", False)
 
 
-def test_a_result_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    from whet import secrets
-
-    for name, value in (("_known", {}), ("_forms", {}), ("_compiled", None)):
-        monkeypatch.setattr(secrets, name, value)
+def test_a_result_holds_no_secret() -> None:
     secrets.learn_all({"hunter2-hunter2-hunter2": "API_KEY"})
     assert fit("the key is hunter2-hunter2-hunter2.", 100, "right") == (
         "the key is <redacted:API_KEY>.",

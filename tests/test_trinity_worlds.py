@@ -202,7 +202,7 @@ def test_a_drawn_sudoku_is_one_and_the_same_for_a_task() -> None:
     one, other, next_task = (sudoku.Sudoku(task(uid), world(key)) for uid, key in ((3, 1), (3, 2), (4, 1)))
     assert (one.board, one.solution) == (other.board, other.solution)
     assert one.board != next_task.board
-    assert all(sorted(unit) == list(range(1, 10)) for unit in sudoku._units(one.solution))
+    assert all(sorted(unit) == list(range(1, 10)) for unit in sudoku.units(one.solution))
     assert sum(cell == 0 for row in one.board for cell in row) == 40
     assert all(b in (0, s) for row, full in zip(one.board, one.solution) for b, s in zip(row, full))
 
@@ -313,8 +313,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
         above, _, last = name.rpartition(".")
         if above:
             setattr(sys.modules[above], last, module)
-    text_worlds._registered.cache_clear()
-    text_worlds._opened_shop.cache_clear()
+    text_worlds.registered_game.cache_clear()
+    text_worlds.opened_shop.cache_clear()
 
 
 def act(action: str) -> str:

@@ -301,7 +301,7 @@ def test_the_row_says_which_agent_plays_it(files: Path) -> None:
 
 
 def test_rows_that_name_no_agent_are_told_of_once(files: Path, caplog: pytest.LogCaptureFixture) -> None:
-    verl_tools._tell_of_rows.cache_clear()
+    verl_tools.tell_of_rows.cache_clear()
     arguments: dict[str, Any] = {"tool_config": f"{files}/tools.yaml", "default_agent": "single_turn_agent"}
     played(row(agent_name="single_turn_agent"), says(content="x"), **arguments)
     assert not caplog.records

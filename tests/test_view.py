@@ -1018,8 +1018,8 @@ def test_answers_are_kept_within_a_bound_that_counts_their_addresses(
     for n in range(100):
         url = f"api/runs?{'x' * 4000}={n}"
         kept.get(url, kept.mark(url))
-    assert 10 <= len(kept._kept) <= 2**16 // 4000
-    assert 0 < kept._size <= 2**16
+    assert 10 <= len(kept.kept) <= 2**16 // 4000
+    assert 0 < kept.size <= 2**16
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])

@@ -358,30 +358,30 @@ class Kept:
     def __enter__(self) -> Kept:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a+b")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.file = open(self.path, "a+b")
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            self._file.close()
+            self.file.close()
             raise ConfigError(f"{self.path} is being written by another process") from e
         except OSError as e:
             raise file_error(e, self.path, other=_OTHER) from e
         try:
             self._find()
         except BaseException:
-            self._file.close()
+            self.file.close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.file.close()
 
     def _find(self) -> None:
         """Count the rows that are there, and cut off a line that was not written to its end."""
-        self._file.seek(0)
+        self.file.seek(0)
         end, head = 0, _encoded({"same": self.same})
-        for n, line in enumerate(self._file):
+        for n, line in enumerate(self.file):
             if n == 0 and not head.startswith(line):  # a part of it: the kill came while it was written
                 raise ConfigError(
                     f"{self.path} has replies of a command with other prompts, another model or other sampling, or is "
@@ -390,7 +390,7 @@ class Kept:
             if _line(line) is None:
                 break
             self.rows, end = n, end + len(line)
-        self._file.truncate(end)
+        self.file.truncate(end)
         if end == 0:
             self._write(head)
 
@@ -401,8 +401,8 @@ class Kept:
 
     def _write(self, line: bytes) -> None:
         try:
-            self._file.write(line)
-            self._file.flush()
+            self.file.write(line)
+            self.file.flush()
         except OSError as e:
             raise file_error(e, self.path, other=_OTHER) from e
 

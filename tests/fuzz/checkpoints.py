@@ -33,6 +33,7 @@ from whet.models.regions import Region
 from whet.models.tensor_files import Piece
 from whet.track.files import reading
 from whet.training.micro_batches import MicroBatchPolicy
+from whet.training.optimizer_step import step_or_skip
 from whet.training.torch import TorchEngine
 from whet.types import Group, Rollout, Task
 
@@ -56,7 +57,8 @@ def engine() -> TorchEngine:
     generator = torch.Generator().manual_seed(0)
     for p in out.module.parameters():
         p.grad = torch.randn(p.shape, generator=generator)
-    out._step()
+    assert out.optimizer is not None
+    step_or_skip(out.optimizer, in_a_row=0, most=1)
     return out
 
 

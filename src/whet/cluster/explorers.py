@@ -53,7 +53,8 @@ class Crew:
         self.lost.set_running_or_notify_cancel()  # who no longer waits for it does not end it
         self._left = len(lines.lines)
         self._closed = False
-        self._watching: list[threading.Thread] = []
+        self.watching: list[threading.Thread] = []
+        """A thread for each explorer, which ends when that is lost for good."""
         self._lock = threading.Lock()
         for number, line in enumerate(lines.lines):
             self._begin(number, line)
@@ -61,12 +62,12 @@ class Crew:
                 target=self._watch, args=(number,), name=f"whet-{name_of(number)}", daemon=True
             )
             watching.start()
-            self._watching.append(watching)
+            self.watching.append(watching)
 
     def settle(self) -> None:
         """Give them a moment to end by themselves, now that the trainer has."""
         until = time.monotonic() + SETTLE_S
-        for watching in self._watching:
+        for watching in self.watching:
             watching.join(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:

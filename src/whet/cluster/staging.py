@@ -60,24 +60,25 @@ class RayStaging:
     def __init__(self, machine: str | None, size: int, *, disk: Path, timeout_s: float) -> None:
         """disk: where the folder of this machine is if its memory has no room. timeout_s: for one `put`."""
         self.machine, self.timeout_s = machine, timeout_s
-        self._actor: Any = None
+        self.actor: Any = None
+        """None while this process needs none."""
         self._own: OwnFolder | None = None
         if machine is None:
             self._own = scratch(disk, size=size)
             self.path = self._own.path
         else:
-            self._actor = _started(machine)
+            self.actor = _started(machine)
             try:
-                self.path = ray.get(self._actor.open.remote(size), timeout=OPEN_S)
+                self.path = ray.get(self.actor.open.remote(size), timeout=OPEN_S)
             except RayError as error:
                 raise WhetError(
                     f"no folder for weights on the machine of the ranks: {first_line(error)}"
                 ) from error
 
     def put(self, version: int, names: Sequence[str]) -> Any:
-        if self._actor is None:
-            self._actor = _started(node_id(), driver=process(os.getpid()))
-        put = self._actor.put.options(num_returns=2)
+        if self.actor is None:
+            self.actor = _started(node_id(), driver=process(os.getpid()))
+        put = self.actor.put.options(num_returns=2)
         reference, read = put.remote(self.path, version, tuple(names))
         try:
             ray.get(read, timeout=self.timeout_s)
@@ -89,7 +90,7 @@ class RayStaging:
             ) from error
         except RayError as error:
             if self._own is not None:
-                self._actor = None  # another can read the same folder
+                self.actor = None  # another can read the same folder
             raise WhetError(
                 f"weights version {version}: the process that reads it has ended: {first_line(error)}"
             ) from error
@@ -98,9 +99,9 @@ class RayStaging:
     def close(self) -> None:
         if self._own is not None:
             self._own.close()
-        if self._actor is not None and ray.is_initialized():
-            ray.wait([self._actor.close.remote()], timeout=CLOSE_S)
-            ray.kill(self._actor)
+        if self.actor is not None and ray.is_initialized():
+            ray.wait([self.actor.close.remote()], timeout=CLOSE_S)
+            ray.kill(self.actor)
 
 
 def _started(machine: str, driver: tuple[int, int] | None = None) -> Any:

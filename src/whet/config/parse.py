@@ -124,7 +124,7 @@ def plain(value: object, path: Path = ()) -> Json:
 def _yaml(text: str, read: Callable[[str], Json]) -> Parsed:
     out = Parsed(scalar=read)
     try:
-        if too_much := _too_much(text):
+        if too_much := excess(text):
             out.problems.append(too_much)
             return out
         node = yaml.compose(text, Loader=YAML_LOADER)
@@ -157,7 +157,7 @@ def _code(character: str | bytes | int) -> int:
     return character if isinstance(character, int) else ord(character)
 
 
-def _too_much(text: str) -> tuple[int, str] | None:
+def excess(text: str) -> tuple[int, str] | None:
     """(line, what is wrong) of text that nests too deep or holds too much; told from its events, which come one by one,
     before anything is built of them."""
     levels = values = 0

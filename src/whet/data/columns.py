@@ -135,7 +135,7 @@ def _parse(row: Row, source: SourceConfig, *, name: str, chat: bool | None) -> F
     else:
         value = _required(row, source.prompt, "prompt")
         token_ids = _prompt_tokens(value, source)
-        asked = str(value) if token_ids else _prompt(value, source.prompt, source.template)
+        asked = str(value) if token_ids else prompt_of(value, source.prompt, source.template)
         response = _reply(_optional(row, source, "response"), source.response, asked=asked)
     if asked == () and not system:
         raise DataError("the row has neither a prompt nor a system message, and the source has none for it")
@@ -215,7 +215,8 @@ def column_of(row: Row, column: str) -> Json:
 # ---------------------------------------------------------------- prompts and replies
 
 
-def _prompt(value: Json, column: str, template: str | None) -> Prompt:
+def prompt_of(value: Json, column: str, template: str | None) -> Prompt:
+    """What a column holds, as a prompt. DataError for what is none."""
     if isinstance(value, str) and value:
         if template is not None:
             return template.replace("{prompt}", value)

@@ -130,7 +130,7 @@ class TaskStream:
         self._next_source = (
             _Proportional(per_epoch_S, self._seed)
             if data.mixing == "proportional"
-            else _Weighted([s.weight for s in sources])
+            else Weighted([s.weight for s in sources])
         )
         self._drawn_S = np.zeros(len(sources), dtype=np.int64)
 
@@ -291,19 +291,19 @@ def _same_rows(before: str, now: str) -> bool:
     return before in (now, now.partition("/")[0])
 
 
-class _Weighted:
+class Weighted:
     """The source that is furthest behind its share."""
 
     def __init__(self, weight_S: Sequence[float]) -> None:
         self.share_S = np.array(weight_S) / sum(weight_S)
-        self._marks = {0: [0] * len(weight_S)}
+        self.marks = {0: [0] * len(weight_S)}
         """The draws of each source after so many draws, at places that were passed."""
 
     def __call__(self, drawn_S: np.ndarray) -> int:
         """The source of the next draw. drawn_S: the draws of each so far."""
         draws = int(drawn_S.sum())
         if draws % MARK == 0:
-            self._marks[draws] = drawn_S.tolist()
+            self.marks[draws] = drawn_S.tolist()
         return int(np.argmax(self.share_S * (draws + 1) - drawn_S))
 
     def after(self, draws: int, drawn_S: np.ndarray) -> list[int]:
@@ -311,14 +311,14 @@ class _Weighted:
         rounding, so draws are counted one by one, from the nearest place that is known."""
         if len(self.share_S) == 1:
             return [draws]
-        known = self._marks | {int(drawn_S.sum()): drawn_S.tolist()}
+        known = self.marks | {int(drawn_S.sum()): drawn_S.tolist()}
         begin = max(place for place in known if place <= draws)
         counts_S, share_S = known[begin].copy(), self.share_S.tolist()
         for k in range(begin + 1, draws + 1):
             behind_S = [share * k - count for share, count in zip(share_S, counts_S)]
             counts_S[behind_S.index(max(behind_S))] += 1
             if k % MARK == 0:
-                self._marks[k] = counts_S.copy()
+                self.marks[k] = counts_S.copy()
         return counts_S
 
 

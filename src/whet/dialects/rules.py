@@ -48,7 +48,7 @@ ERRORS: Mapping[str, type[ConfigError]] = {
     "coming": NotSupportedYet,
     "others": AnotherModel,
 }
-_VALUE = re.compile(r"\{([^{}:!]+)(!r|:shown)?(?::as ([^{}]+))?\}")
+VALUE = re.compile(r"\{([^{}:!]+)(!r|:shown)?(?::as ([^{}]+))?\}")
 _AS: Mapping[str, Callable[[Json], str]] = {"!r": repr, ":shown": shown}
 
 
@@ -129,14 +129,14 @@ def _wanted(system: str, said: Any, values: Values) -> Any:
 
 def _filled(system: str, text: str, values: Values, write: Callable[[Json], str] = str) -> str:
     """A text with the values that stand in it, written by `write` where it does not say how."""
-    return _VALUE.sub(
+    return VALUE.sub(
         lambda found: (_AS[found[2]] if found[2] else write)(_value(system, found[1], values)), text
     )
 
 
 def _given(system: str, text: str, values: Values) -> Json:
     """The value that a text stands for."""
-    if found := _VALUE.fullmatch(text):
+    if found := VALUE.fullmatch(text):
         value = _value(system, found[1], values)
         return choose({found[1]: value}, found[1], choices(system, found[3])) if found[3] else value
     if text.startswith(("[", '{"')):

@@ -131,9 +131,9 @@ def _run(script: Script, output: str, status: int, lost: set[str], replaced: boo
             "programs": programs,
             "confined": not script.trust,
         }
-        outcome = _asked(request, script.folder)
+        outcome = run_enclosed(request, script.folder)
         files = sorted(notes.iterdir(), key=lambda one: one.name)  # they are named by the time
-        noted = [_noted(one.read_bytes(), script.environment, path) for one in files]
+        noted = [note_of(one.read_bytes(), script.environment, path) for one in files]
     found = [one for one in noted if one]
     if not any(one.file for one in found):
         found.sort(key=lambda one: one.top)  # of two in the background either may come first
@@ -143,7 +143,8 @@ def _run(script: Script, output: str, status: int, lost: set[str], replaced: boo
     )
 
 
-def _asked(request: Mapping[str, object], folder: str) -> dict[str, Any]:
+def run_enclosed(request: Mapping[str, object], folder: str) -> dict[str, Any]:
+    """What came of a script that `guard.enclosed` has run. ConfigError where it could not."""
     done = subprocess.run(
         module_command("whet.guard.enclosed"),
         input=json.dumps(request),
@@ -206,8 +207,8 @@ def _prelude(notes: Path, output: str, status: int, lost: set[str], environment:
     return text
 
 
-def _noted(data: bytes, given: Mapping[str, str], script: str) -> Noted | None:
-    """None for one that bash did not write to its end."""
+def note_of(data: bytes, given: Mapping[str, str], script: str) -> Noted | None:
+    """What bash has noted of a command; None for a note that it did not write to its end."""
     parts = os.fsdecode(data).split("\0")
     if len(parts) < 7 or parts[-1]:
         return None

@@ -52,7 +52,7 @@ TABLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FileKind:
+class FileKind:
     """A kind of config file: the tables whose keys it may carry, the first that knows a key wins."""
 
     tables: tuple[str, ...]
@@ -79,7 +79,7 @@ class _FileKind:
 
 
 FILES = {
-    "verl-ppo": _FileKind(
+    "verl-ppo": FileKind(
         tables=("verl-ppo",),
         optional=("verl-megatron-optim",),
         sign=("data.output_path", ("",)),
@@ -90,20 +90,20 @@ FILES = {
             )
         },
     ),
-    "verl-eval": _FileKind(tables=("verl-eval",)),
-    "verl-sft": _FileKind(tables=("verl-sft",), bases={"sft_trainer_engine": (("model.path", ("*",)),)}),
-    "verl-generation": _FileKind(tables=("verl-generation",)),
-    "verl-server": _FileKind(
+    "verl-eval": FileKind(tables=("verl-eval",)),
+    "verl-sft": FileKind(tables=("verl-sft",), bases={"sft_trainer_engine": (("model.path", ("*",)),)}),
+    "verl-generation": FileKind(tables=("verl-generation",)),
+    "verl-server": FileKind(
         tables=("verl-server",),
         unread="verl-ppo",
         shared=("actor_rollout_ref.model.", "actor_rollout_ref.rollout."),
         sign=("data.output_path", ("*",)),
     ),
-    "skyrl": _FileKind(tables=("skyrl",)),
-    "skyrl-sft": _FileKind(tables=("skyrl-sft",)),
-    "cosmos-grpo": _FileKind(tables=("cosmos-grpo",), sign=("train.train_policy.type", ("grpo", ""))),
-    "cosmos-sft": _FileKind(tables=("cosmos-sft", "cosmos-grpo"), sign=("train.train_policy.type", ("sft",))),
-    "trinity": _FileKind(
+    "skyrl": FileKind(tables=("skyrl",)),
+    "skyrl-sft": FileKind(tables=("skyrl-sft",)),
+    "cosmos-grpo": FileKind(tables=("cosmos-grpo",), sign=("train.train_policy.type", ("grpo", ""))),
+    "cosmos-sft": FileKind(tables=("cosmos-sft", "cosmos-grpo"), sign=("train.train_policy.type", ("sft",))),
+    "trinity": FileKind(
         tables=("trinity", "trinity-verl"),
         nulls=("None", "null"),
         inner="trainer.trainer_config",

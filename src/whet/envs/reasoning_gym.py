@@ -103,20 +103,20 @@ class TriesEnv:
         return judged.reward
 
 
-_judges: dict[str, RewardSet] = {}
+judges: dict[str, RewardSet] = {}
 """Of this process, by what they were opened with; their processes end with it."""
 
 
 def _judge(asked: TriesArguments) -> RewardSet:
     """The rewards' own way to the verifier. ConfigError where it may not judge."""
     key = asked.model_dump_json(include={"verifiers", "exact", "pattern", "workers", "timeout_s"})
-    if key not in _judges:
+    if key not in judges:
         how = asked.model_dump(mode="json", include={"verifiers", "exact", "pattern"})
         reward = RewardConfig(function="reasoning_gym", arguments=how)
-        _judges[key] = RewardSet.from_config(
+        judges[key] = RewardSet.from_config(
             {_NAME: reward}, RewardWorkersConfig(count=asked.workers, timeout_s=asked.timeout_s)
         )
-    return _judges[key]
+    return judges[key]
 
 
 make = TriesEnv

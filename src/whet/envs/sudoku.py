@@ -92,12 +92,13 @@ def is_valid(board: Sequence[Sequence[int]]) -> bool:
     """Whether no number stands twice in a row, a column or a block."""
     return all(
         len(there) == len(set(there))
-        for unit in _units(board)
+        for unit in units(board)
         if (there := [value for value in unit if value])
     )
 
 
-def _units(board: Sequence[Sequence[int]]) -> list[list[int]]:
+def units(board: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The rows, the columns and the blocks."""
     size, block = len(board), isqrt(len(board))
     blocks = [
         [board[r + i][c + j] for i in range(block) for j in range(block)]

@@ -205,11 +205,12 @@ def _textworld(file: str) -> Any:
     import textworld.gym
 
     with _REGISTERING:
-        return textworld.gym.make(_registered(file))
+        return textworld.gym.make(registered_game(file))
 
 
 @cache
-def _registered(file: str) -> str:
+def registered_game(file: str) -> str:
+    """The name under which TextWorld makes the game of a file."""
     import textworld
     import textworld.gym
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
@@ -340,11 +341,12 @@ _OPENING = threading.Lock()
 
 def _shop(num_products: int | None) -> Any:
     with _OPENING:
-        return _opened_shop(num_products)
+        return opened_shop(num_products)
 
 
 @lru_cache(maxsize=1)
-def _opened_shop(num_products: int | None) -> Any:
+def opened_shop(num_products: int | None) -> Any:
+    """WebShop with its products, which take minutes to read: one for all episodes of this process."""
     from web_agent_site.envs.web_agent_text_env import WebAgentTextEnv
 
     return WebAgentTextEnv(observation_mode="text_rich", num_products=num_products, human_goals=True)

@@ -131,7 +131,7 @@ class VerlEnv:
                 f"agent_name={self.agent!r} in the row; expected one of {', '.join(get_args(Agent))}"
             )
         if self.agent == SINGLE and "agent_name" not in task.extra and asked.sources:
-            _tell_of_rows()
+            tell_of_rows()
         self.named = {} if self.agent == SINGLE else _selected(asked, info)
         self.tools = [tool.spec for tool in self.named.values()]
         """What the policy is told of."""
@@ -293,7 +293,7 @@ class VerlEnv:
 
 
 @cache
-def _tell_of_rows() -> None:
+def tell_of_rows() -> None:
     """Once for each process: verl says nothing, and a run without a call follows."""
     log.warning(
         "rows without a column agent_name are played in one turn, without tools (default_agent=%s, as verl's "

@@ -53,11 +53,11 @@ AHEAD = 32
 """Calls that a worker has at most, with the one that it runs."""
 _AHEAD_S = 0.002
 """As long as they take together, by those before them: what is behind a long call would wait for it."""
-_AHEAD_BYTES = 2**15
+AHEAD_BYTES = 2**15
 """Their arguments together: a fraction of what a channel holds, so that sending never waits."""
 _PAUSE_S = 0.0005
 """Between looks at workers that have calls ahead: their answers are read together."""
-_CHANNEL_BYTES = 4 * _AHEAD_BYTES
+_CHANNEL_BYTES = 4 * AHEAD_BYTES
 """What a channel to a worker holds: the arguments, and what the system adds to each message. macOS's holds 8 KiB."""
 _MAX_PROCESSES = 64
 _NO_ANSWER = "bytes that are not an answer"
@@ -116,7 +116,7 @@ class Worker:
             self.function == call.function
             and 0 < len(self.calls) < self.room
             and self.calls[-1].marked
-            and sum(len(c.body) for c in self.calls) + len(call.body) <= _AHEAD_BYTES
+            and sum(len(c.body) for c in self.calls) + len(call.body) <= AHEAD_BYTES
             and not call.alone
         )
 

@@ -40,10 +40,10 @@ _NEW = 424
 """Linux numbers system calls alike on all machines from here on. None is needed but these."""
 _NEW_ALLOWED = (436, 439)  # close_range, faccessat2
 
-_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Those whose system calls are written down here, as seccomp calls them."""
 
-_DENIED = """
+DENIED = """
 execve 59 221, execveat 322 281, fork 57 -, vfork 58 -, unshare 272 97, setns 308 268, chroot 161 51,
 pivot_root 155 41, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
 rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, tkill 200 130,
@@ -60,11 +60,11 @@ sched_setattr 314 274, ioprio_set 251 30, migrate_pages 256 238, move_pages 279 
 """
 """System calls with their numbers on these machines. Landlock answers for opening, making and removing files."""
 
-_BY_ARGUMENT = (
+BY_ARGUMENT = (
     "clone 56 220, kill 62 129, tgkill 234 131, prlimit64 302 261, fcntl 72 25, ioctl 16 29, sendto 44 206"
 )
-_CAPSET = "capset 126 91"
-_SECCOMP = "seccomp 317 277"
+CAPSET = "capset 126 91"
+SECCOMP = "seccomp 317 277"
 OPENING = "open 2 -, openat 257 56"
 FORKING = "clone 56 220, fork 57 -, vfork 58 -"
 _FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -80,7 +80,7 @@ def lacking() -> str:
     """Why this system cannot confine a process, or ''."""
     if sys.platform != "linux":
         return "a sandbox needs Linux"
-    if platform.machine() not in _MACHINES or struct.calcsize("P") != 8:
+    if platform.machine() not in MACHINES or struct.calcsize("P") != 8:
         return f"the system calls of {platform.machine()} are not known to whet"
     if _abi() < 1:
         return "this kernel or its container has no Landlock (Linux >= 5.13)"
@@ -159,7 +159,7 @@ def _drop_privileges() -> None:
     had = int(status.partition("CapPrm:")[2].split()[0], 16) & _CAPSET_KEPT
     header = (ctypes.c_uint32 * 2)(_CAPSET_VERSION, 0)
     data = (ctypes.c_uint32 * 6)(had, had, 0, 0, 0, 0)
-    _check(_libc.syscall(numbers(_CAPSET)["capset"], header, data), "capset")
+    _check(_libc.syscall(numbers(CAPSET)["capset"], header, data), "capset")
 
 
 # ---------------------------------------------------------------- files
@@ -225,11 +225,11 @@ def _load_filter(steps: Iterable[Step], *, asks: bool = False) -> int:
     held = ctypes.create_string_buffer(b"".join(packed), 8 * len(packed))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(packed), ctypes.addressof(held)))
     flags = _NEW_LISTENER if asks else 0
-    return _check(_libc.syscall(numbers(_SECCOMP)["seccomp"], _SET_FILTER, flags, head), "seccomp")
+    return _check(_libc.syscall(numbers(SECCOMP)["seccomp"], _SET_FILTER, flags, head), "seccomp")
 
 
 def numbers(table: str) -> dict[str, int]:
-    column = 1 + list(_MACHINES).index(platform.machine())
+    column = 1 + list(MACHINES).index(platform.machine())
     rows = [entry.split() for entry in table.split(",")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
@@ -257,17 +257,17 @@ def _steps(pid: int, *, programs: bool = False) -> Iterator[Step]:
     refused = _ERRNO | errno.EPERM
     yield from (
         (_LOAD, 0, 0, _MACHINE),
-        (_EQUAL, 1, 0, _MACHINES[platform.machine()]),
+        (_EQUAL, 1, 0, MACHINES[platform.machine()]),
         (_RETURN, 0, 0, _KILL),
     )
     yield (_LOAD, 0, 0, _NUMBER)
     for number in _NEW_ALLOWED:
         yield from _answer((_EQUAL, 0, 1, number), _ALLOW)
     yield from _answer((_AT_LEAST, 0, 1, _NEW), _ERRNO | errno.ENOSYS)
-    for name, number in numbers(_DENIED).items():
+    for name, number in numbers(DENIED).items():
         if not (programs and name in _OF_PROGRAMS):
             yield from _answer((_EQUAL, 0, 1, number), refused)
-    known = numbers(_BY_ARGUMENT)
+    known = numbers(BY_ARGUMENT)
     for name, argument, tests in _conditions(pid, programs=programs):
         inner = [(_LOAD, 0, 0, argument), *tests, (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW)]
         yield (_EQUAL, 0, len(inner), known[name])

@@ -24,7 +24,7 @@ from whet.models.build import if_built
 Kind = Literal["silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "erf"]
 _CODES: dict[Kind, int] = {"silu": 0, "gelu_tanh": 1, "tanh": 3, "sigmoid": 4, "gelu": 5, "erf": 6}
 """`activate` of kernels.c."""
-_TORCH: dict[Kind, Callable[[Tensor], Tensor]] = {
+TORCH: dict[Kind, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -53,7 +53,7 @@ def computes(x: Tensor) -> bool:
 def activation(x: Tensor, kind: Kind) -> Tensor:
     """With gradient. Half precision is computed in float32, and rounded once."""
     if not computes(x):
-        return _TORCH[kind](x)
+        return TORCH[kind](x)
     if torch.is_grad_enabled() and x.requires_grad:
         y: Tensor = _Activation.apply(x, kind)
         return y

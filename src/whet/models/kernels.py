@@ -155,7 +155,8 @@ def used(ops: Ops, device: torch.device) -> str:
     return "Triton, on the GPU" if why is None else f"torch, on the GPU ({why})"
 
 
-_FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason", "cached_layers"))
+FUNCTIONS = tuple(f.name for f in fields(Ops) if f.name not in ("name", "reason", "cached_layers"))
+"""The operations that every implementation has."""
 
 
 def load(kind: Kind) -> Ops:
@@ -183,9 +184,9 @@ def table(kind: Kind) -> Ops:
                 "(cc, gcc or clang) or set machine.kernels=torch."
             ) from error
         return _torch(f"no compiled kernels: {error}")
-    functions = {f: getattr(compiled, f) for f in _FUNCTIONS}
+    functions = {f: getattr(compiled, f) for f in FUNCTIONS}
     return Ops(name="compiled", reason=reason, cached_layers=cached_layers, **functions)
 
 
 def _torch(reason: str) -> Ops:
-    return Ops(name="torch", reason=reason, **{f: getattr(torch_ops, f) for f in _FUNCTIONS})
+    return Ops(name="torch", reason=reason, **{f: getattr(torch_ops, f) for f in FUNCTIONS})

@@ -221,7 +221,7 @@ def examined(
     _check_folder(path, key)
     files = heads(path)
     check_files(path, cfg.overrides, files, key=key, over=names[1])
-    config = _read_config(path, cfg.overrides, names)
+    config = read_config(path, cfg.overrides, names)
     check_weights(path, files, key=key, named=getattr(config, "transformers_weights", None))
     rows = config.get_text_config().vocab_size
     if vocab_size > rows:
@@ -328,7 +328,7 @@ def _check_folder(path: Path, key: str) -> None:
         )
 
 
-def _read_config(path: Path, overrides: dict[str, Any], names: tuple[str, str]) -> PreTrainedConfig:
+def read_config(path: Path, overrides: dict[str, Any], names: tuple[str, str]) -> PreTrainedConfig:
     try:
         raw = read_json_object(path / "config.json", ConfigError)
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -50,7 +50,7 @@ class LoraLinear(nn.Module):
             return linear(x, self.weight, self.bias) + self.scale * linear(low_UK, b_OK)
         if not torch.is_grad_enabled():
             return linear(x, weight_OI, self.bias)
-        return _Adapted.apply(x, weight_OI, self.bias, self.lora_A, self.lora_B, self.scale)
+        return Adapted.apply(x, weight_OI, self.bias, self.lora_A, self.lora_B, self.scale)
 
     def refresh(self) -> None:
         _refresh(self)
@@ -119,7 +119,7 @@ class LoraStack(nn.Module):
             return {x: linear(part, made_X[x]) for x, part in part_X.items()}
         a_X, b_X = self._pairs(len(weight_X))
         return {
-            x: _Adapted.apply(part, made_X[x], None, a_X[x], b_X[x], self.scale) for x, part in part_X.items()
+            x: Adapted.apply(part, made_X[x], None, a_X[x], b_X[x], self.scale) for x, part in part_X.items()
         }
 
     def _pairs(self, experts: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -140,7 +140,7 @@ def _refresh(layer: LoraLinear | LoraStack) -> None:
     _write(layer.effective, layer.weight, layer.lora_A, layer.lora_B, layer.scale)
 
 
-class _Adapted(torch.autograd.Function):
+class Adapted(torch.autograd.Function):
     """x W'^T + b with W' = W + s B A given: dA = s B^T dy^T x and dB = s dy^T x A^T, by way of [U, K]."""
 
     @staticmethod

@@ -20,7 +20,7 @@ from whet.models.torch_ops import ACTS, Act, attend_cached, attend_packed
 
 __all__ = ["attend_cached", "attend_packed", "call"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 1 << 15
 """Numbers of a row that one program holds."""
 _BLOCK = 4096
@@ -36,7 +36,7 @@ _HEADS = 16
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the kernels can read these: plain tensors of a GPU, and Triton is there."""
-    plain = all(t.is_cuda and t.dtype in _DTYPES and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    plain = all(t.is_cuda and t.dtype in DTYPES and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
     return plain and paged.lacks() is None
 
 

@@ -53,7 +53,7 @@ class TrialEnd:
 def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
     """Train the small config; then again with a kill -9 during the run, and compare."""
     check(tree)
-    whole = _start(tree, folder, "whole")
+    whole = start(tree, folder, "whole")
     ended = _wait(whole, folder / "whole.txt")
     lines = read_lines(folder / "whole" / "metrics.jsonl")
     if ended.code != 0:
@@ -61,11 +61,11 @@ def trial(tree: dict[str, Json], folder: Path) -> Iterator[Finding]:
         yield fails("the run", f"{ended.how} after {steps} steps: {ended.why}")
         return
     yield from _seen(lines, folder / "whole")
-    broken = _start(tree, folder, "killed")
-    if why := _kill_within(broken, folder / "killed" / "metrics.jsonl"):
+    broken = start(tree, folder, "killed")
+    if why := kill_within(broken, folder / "killed" / "metrics.jsonl"):
         yield fails("kill -9", why)
         return
-    ended = _wait(_start(tree, folder, "killed"), folder / "killed.txt")
+    ended = _wait(start(tree, folder, "killed"), folder / "killed.txt")
     if ended.code != 0:
         yield fails("resume", f"after kill -9 the same command {ended.how}: {ended.why}")
     elif _bytes(folder, "whole") == _bytes(folder, "killed"):
@@ -96,7 +96,7 @@ def _bytes(folder: Path, name: str) -> bytes:
     return (folder / name / "metrics.jsonl").read_bytes()
 
 
-def _start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[bytes]:
+def start(tree: dict[str, Json], folder: Path, name: str) -> subprocess.Popen[bytes]:
     """`whet train` on the small config, in a process group of its own so that it ends with all its children."""
     file = folder / f"{name}.yaml"
     open_tree, variables = by_environment(tree)  # no secret goes into a file
@@ -124,7 +124,7 @@ def _wait(process: subprocess.Popen[bytes], printed: Path) -> TrialEnd:
     return TrialEnd(code, text[at + 6 :] if at >= 0 else text[-1500:])
 
 
-def _kill_within(process: subprocess.Popen[bytes], metrics: Path) -> str:
+def kill_within(process: subprocess.Popen[bytes], metrics: Path) -> str:
     """SIGKILL once a step has been recorded. Returns why none was, or ''."""
     try:
         deadline = time.monotonic() + TIMEOUT_S

@@ -98,7 +98,7 @@ class RunDirectory:
             if (path / DUMPS).exists():
                 drop_unfinished(Path(line["path"]) for line in _dumped(path) if self._is_named(line))
             self._begin_account()
-            self._metrics = io.FileIO(path / METRICS, "a", opener=not_linked)
+            self.metrics_file = io.FileIO(path / METRICS, "a", opener=not_linked)
             self._timings = io.FileIO(path / "timings.jsonl", "a", opener=not_linked)
         except OSError as e:
             raise file_error(e, path) from e
@@ -174,7 +174,7 @@ class RunDirectory:
         Only numbers that equal runs share belong in `metrics`; seconds, rates and memory are `timings`.
         """
         line = line_of(stage, step, metrics)
-        _append(self._metrics.fileno(), self.path / METRICS, line)
+        _append(self.metrics_file.fileno(), self.path / METRICS, line)
         self._account(line)
         if timings:
             _append(self._timings.fileno(), self.path / "timings.jsonl", line_of(stage, step, timings))
@@ -253,7 +253,7 @@ class RunDirectory:
         path = self.path / folder / file_name(stage, step)
         write_bytes(path, data, durable=False)
         self._unsynced.append(path)
-        self._files[f"{folder}/{path.name}"] = len(data)
+        self.sizes[f"{folder}/{path.name}"] = len(data)
         return path
 
     # -- what a checkpoint is told of the record, and holds it to
@@ -270,7 +270,8 @@ class RunDirectory:
             if folder.name != SECONDS
             for _, _, path in list_steps(folder)
         }
-        self._files = {name: there[name] for name in sorted(there, key=self._age)}
+        self.sizes = {name: there[name] for name in sorted(there, key=self.age)}
+        """Of the files of steps, in the order in which they were written."""
 
     def _account(self, data: bytes) -> None:
         self._sha.update(data)
@@ -280,16 +281,16 @@ class RunDirectory:
     def held(self) -> Json:
         """The state of the record, for a checkpoint: a run that resumes from it must find the same state."""
         # they stand in the order in which they were written: only those of one step may be in another order
-        last = sorted(islice(reversed(self._files), NAMED + len(STEPS)), key=self._age)[-NAMED:]
-        files = {name: self._files[name] for name in sorted(last)}
-        older = [len(self._files) - len(files), sum(self._files.values()) - sum(files.values())]
+        last = sorted(islice(reversed(self.sizes), NAMED + len(STEPS)), key=self.age)[-NAMED:]
+        files = {name: self.sizes[name] for name in sorted(last)}
+        older = [len(self.sizes) - len(files), sum(self.sizes.values()) - sum(files.values())]
         return {
             METRICS: {"lines": self._line_count, "bytes": self._bytes, "sha256": self._sha.hexdigest()},
             "files": files,
             "older": older,
         }
 
-    def _age(self, name: str) -> tuple[int, int, str]:
+    def age(self, name: str) -> tuple[int, int, str]:
         """Orders files of steps, the oldest first."""
         stage, _, step = Path(name).stem.rpartition("-step-")
         return self.stages.index(stage) if stage in self.stages else -1, int(step), name
@@ -316,8 +317,8 @@ class RunDirectory:
 
     def _tell_missing(self, files: Mapping[str, int], checkpoint: Path, *, older: Sequence[int]) -> None:
         """older: number and bytes of the files before those that are named."""
-        first = min(map(self._age, files), default=None)
-        before = [size for name, size in self._files.items() if first is not None and self._age(name) < first]
+        first = min(map(self.age, files), default=None)
+        before = [size for name, size in self.sizes.items() if first is not None and self.age(name) < first]
         if any(older) and [len(before), sum(before)] != list(older):
             log.warning(
                 "the record of this run is incomplete: of the %d older files that %s counts (%d bytes) there are %d "
@@ -337,7 +338,7 @@ class RunDirectory:
     def sync(self) -> None:
         """Bring all that was written onto the disk. Call before a checkpoint, which relies on it."""
         try:
-            os.fsync(self._metrics.fileno())
+            os.fsync(self.metrics_file.fileno())
             os.fsync(self._timings.fileno())
             self.timeline.sync()
             for path in dict.fromkeys(self._unsynced):
@@ -368,10 +369,10 @@ class RunDirectory:
         timings = self._kept("timings.jsonl", limit)
         for path in late:
             path.unlink()
-            self._files.pop(f"{path.parent.name}/{path.name}", None)
+            self.sizes.pop(f"{path.parent.name}/{path.name}", None)
             path.with_suffix(".jsonl").unlink(missing_ok=True)
         self._truncate_dumps(limit)
-        self._metrics = self._rewrite(self._metrics, METRICS, metrics)
+        self.metrics_file = self._rewrite(self.metrics_file, METRICS, metrics)
         self._timings = self._rewrite(self._timings, "timings.jsonl", timings)
         self.timeline.keep(lambda stage, at: self._place(stage, at) <= limit)
         self._begin_account()
@@ -423,7 +424,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Close the files. Safe to call twice."""
-        self._metrics.close()
+        self.metrics_file.close()
         self._timings.close()
         self.timeline.close(write=self._put_off is None)
 

@@ -193,7 +193,7 @@ class Ranks:
             heard = time.monotonic()
             for connection in ready:
                 rank = open_[connection]  # type: ignore[index]
-                kind, *rest = self._hear(rank)
+                kind, *rest = self.hear(rank)
                 if kind == "beat":
                     self.doing[rank] = f"{self.doing[rank].split(' (')[0]} ({rest[0]})"
                     self.beat(rest[0])
@@ -211,7 +211,8 @@ class Ranks:
         if self.lanes:
             self.lanes[rank].take(told, self._asked_ns[rank])
 
-    def _hear(self, rank: int) -> tuple[Any, ...]:
+    def hear(self, rank: int) -> tuple[Any, ...]:
+        """The next message of a rank."""
         try:
             return pickle.loads(self.lines.lines[rank].connection.recv_bytes())  # type: ignore[no-any-return]
         except BlockingIOError:  # in the middle of a message
@@ -226,7 +227,7 @@ class Ranks:
         while time.monotonic() < until and not self._dead():
             for connection in wait(list(rank_of), timeout=0.1):
                 rank = rank_of[connection]  # type: ignore[index]
-                kind, *rest = self._hear(rank)
+                kind, *rest = self.hear(rank)
                 if kind == "failed" and rest[2]:
                     told.setdefault(rank, rest)
         dead = self._dead()

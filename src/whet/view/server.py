@@ -65,8 +65,10 @@ class Answers:
     runs: ShownRuns
     born: str = field(default_factory=lambda: secrets.token_hex(4))
     """Another server answers with other marks: it may show other runs."""
-    _kept: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
-    _size: int = 0
+    kept: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
+    """By address: its mark, and the answer. What was asked for longest ago goes first."""
+    size: int = 0
+    """Bytes of all that is kept."""
     _lock: Lock = field(default_factory=Lock)
 
     def mark(self, url: str) -> str:
@@ -76,7 +78,7 @@ class Answers:
 
     def get(self, url: str, mark: str) -> bytes:
         """The answer as gzipped JSON."""
-        before = self._kept.get(url)
+        before = self.kept.get(url)
         if before is not None and before[0] == mark:
             return before[1]
         made = encoded(answer(self.runs, url))
@@ -85,12 +87,12 @@ class Answers:
         return made
 
     def _keep(self, url: str, mark: str, made: bytes) -> None:
-        if gone := self._kept.pop(url, None):
-            self._size -= _size_of(url, gone)
-        self._size += _size_of(url, (mark, made))
-        self._kept[url] = mark, made
-        while self._size > ROOM and self._kept:
-            self._size -= _size_of(*self._kept.popitem(last=False))
+        if gone := self.kept.pop(url, None):
+            self.size -= _size_of(url, gone)
+        self.size += _size_of(url, (mark, made))
+        self.kept[url] = mark, made
+        while self.size > ROOM and self.kept:
+            self.size -= _size_of(*self.kept.popitem(last=False))
 
 
 def _size_of(url: str, kept: tuple[str, bytes]) -> int:

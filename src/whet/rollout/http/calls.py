@@ -101,7 +101,8 @@ class Calls:
         self._over = False
         """No connection is opened any more."""
         self._telling: set[asyncio.Future[Any]] = set()
-        self._session: aiohttp.ClientSession | None = None
+        self.session: aiohttp.ClientSession | None = None
+        """The open connections; None before the first call, and after the end."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def ask(
@@ -232,24 +233,22 @@ class Calls:
     def _opened(self) -> aiohttp.ClientSession:
         """The session of this event loop."""
         loop = asyncio.get_running_loop()
-        if self._session is None or self._loop is not loop:
+        if self.session is None or self._loop is not loop:
             self._drop()
             if self._over:  # nobody would close another one
                 raise Unreachable(f"{self.url} is not asked any more: its engine was closed")
             allow_files()
             no_limit = aiohttp.ClientTimeout(total=None, sock_connect=10.0)  # each call has its own
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
-            self._session = aiohttp.ClientSession(
-                headers=self._headers, timeout=no_limit, connector=connector
-            )
+            self.session = aiohttp.ClientSession(headers=self._headers, timeout=no_limit, connector=connector)
             self._loop = loop
-        return self._session
+        return self.session
 
     def _drop(self) -> None:
         """Of a loop that has ended: its connections ended with it."""
-        if self._session is not None:
-            self._session.detach()
-            self._session = None
+        if self.session is not None:
+            self.session.detach()
+            self.session = None
 
     async def close(self) -> None:
         """End all connections, once what is being told has been sent or LAST_S are over; for good, if `ending`. Safe to
@@ -260,9 +259,9 @@ class Calls:
             for late in telling:
                 late.cancel()
             await asyncio.gather(*telling, return_exceptions=True)
-        if self._session is not None and self._loop is loop:
+        if self.session is not None and self._loop is loop:
             with suppress(aiohttp.ClientError, OSError):
-                await self._session.close()
+                await self.session.close()
         self._drop()
         self._over = self.ending
 

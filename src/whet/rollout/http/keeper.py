@@ -104,7 +104,8 @@ class EngineLog:
     def __init__(self, path: Path, *, most_bytes: int = LOG_BYTES) -> None:
         self.path, self.most_bytes = path, most_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._opened()
+        self.file = self._opened()
+        """The one that is written now."""
 
     def copy(self, source: IO[bytes]) -> None:
         """Every line, to the end; a long one is cut. A line that cannot be written (a full disk) is lost: nobody else
@@ -119,11 +120,11 @@ class EngineLog:
                 self._write(text.encode() + b"\n")
 
     def _write(self, line: bytes) -> None:
-        if self._file.tell() >= self.most_bytes:
+        if self.file.tell() >= self.most_bytes:
             os.replace(self.path, f"{self.path}.1")
-            full, self._file = self._file, self._opened()
+            full, self.file = self.file, self._opened()
             full.close()
-        self._file.write(line)
+        self.file.write(line)
 
     def _opened(self) -> IO[bytes]:
         """Without a buffer, which would keep what could not be written."""
