@@ -7,48 +7,48 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from whet.data.call_formats import (
-    _COHERE,
-    _DSML,
-    _DSML_BLOCKS,
-    _FUNCTOOLS,
-    _GLM,
-    _GRANITE,
-    _HUNYUAN,
-    _KIMI_ID,
-    _MINIMAX,
-    _MISTRAL,
-    _NEMOTRON,
-    _SEED,
-    _XML,
     BEGIN,
     CALL,
     CALL_END,
     CALL_FORMATS,
     CHANNEL,
+    COHERE_LIST,
     CONSTRAIN,
+    DSML_BLOCKS,
+    DSML_TAGS,
     FUNCTION,
     FUNCTION_END,
+    FUNCTOOLS_LIST,
+    GLM_TAGS,
+    GRANITE_LIST,
+    HUNYUAN_LIST,
     KIMI,
     KIMI_ALL,
     KIMI_ALL_END,
     KIMI_ARGS,
     KIMI_END,
+    KIMI_ID,
     MESSAGE,
     MINIMAX,
     MINIMAX_END,
+    MINIMAX_TAGS,
     MISTRAL,
     MISTRAL_ARGS,
+    MISTRAL_LIST,
+    NEMOTRON_LIST,
     PYTHON,
     SEED,
     SEED_END,
+    SEED_TAGS,
     SEEK,
     SEEK_ALL,
     SEEK_ALL_END,
     SEEK_END,
     SEEK_SEP,
-    _invoke,
-    _Listed,
-    _Tags,
+    XML_TAGS,
+    ArgumentTags,
+    ListedCalls,
+    invoke_of,
 )
 from whet.data.calls import ANALYSIS, ReplyForm, has_thoughts, read_reply
 from whet.types import Json, Message, ToolCall, ToolSpec
@@ -130,7 +130,7 @@ def _as_object(call: ToolCall, key: str, named: str = "name") -> str:
     return f'{{"{named}": {write_json(call.name)}, "{key}": {write_json(call.arguments)}}}'
 
 
-def _tagged(call: ToolCall, tags: _Tags) -> str:
+def _tagged(call: ToolCall, tags: ArgumentTags) -> str:
     (key, key_end), (value, value_end) = tags.key, tags.value
     said = {True: '" string="true"', False: '" string="false"'} if tags.typed else {True: "", False: ""}
     return "".join(
@@ -148,21 +148,21 @@ def _write_hermes(calls: Sequence[ToolCall]) -> str:
     return "\n".join(f"{CALL}\n{_as_object(call, 'arguments')}\n{CALL_END}" for call in calls)
 
 
-def _write_xml(calls: Sequence[ToolCall], tags: _Tags, around: tuple[str, str]) -> str:
+def _write_xml(calls: Sequence[ToolCall], tags: ArgumentTags, around: tuple[str, str]) -> str:
     begin, end = around
     return "\n".join(f"{begin}\n{FUNCTION}{c.name}>\n{_tagged(c, tags)}{FUNCTION_END}\n{end}" for c in calls)
 
 
 def _write_glm(calls: Sequence[ToolCall]) -> str:
-    return "\n".join(f"{CALL}{call.name}\n{_tagged(call, _GLM)}{CALL_END}" for call in calls)
+    return "\n".join(f"{CALL}{call.name}\n{_tagged(call, GLM_TAGS)}{CALL_END}" for call in calls)
 
 
-def _write_invokes(calls: Sequence[ToolCall], tags: _Tags, block: tuple[str, str]) -> str:
-    each = (f'{_invoke(tags)}{c.name}">\n{_tagged(c, tags)}{tags.end}\n' for c in calls)
+def _write_invokes(calls: Sequence[ToolCall], tags: ArgumentTags, block: tuple[str, str]) -> str:
+    each = (f'{invoke_of(tags)}{c.name}">\n{_tagged(c, tags)}{tags.end}\n' for c in calls)
     return f"{block[0]}\n{''.join(each)}{block[1]}"
 
 
-def _write_list(calls: Sequence[ToolCall], listed: _Listed) -> str:
+def _write_list(calls: Sequence[ToolCall], listed: ListedCalls) -> str:
     each = (_as_object(call, listed.arguments, listed.name) for call in calls)
     return f"{listed.begin}[{', '.join(each)}]{listed.end}"
 
@@ -184,7 +184,7 @@ def _write_deepseek(calls: Sequence[ToolCall]) -> str:
 
 
 def _write_kimi(calls: Sequence[ToolCall]) -> str:
-    ids = (c.id if _KIMI_ID.fullmatch(c.id) else f"functions.{c.name}:{n}" for n, c in enumerate(calls))
+    ids = (c.id if KIMI_ID.fullmatch(c.id) else f"functions.{c.name}:{n}" for n, c in enumerate(calls))
     each = (f"{KIMI}{id}{KIMI_ARGS}{write_json(c.arguments)}{KIMI_END}" for id, c in zip(ids, calls))
     return KIMI_ALL + "".join(each) + KIMI_ALL_END
 
@@ -217,24 +217,24 @@ Writer = Callable[[Sequence[ToolCall]], str]
 
 WRITERS: dict[str, Writer] = {
     "hermes": _write_hermes,
-    "qwen3_coder": partial(_write_xml, tags=_XML, around=(CALL, CALL_END)),
-    "seed": partial(_write_xml, tags=_SEED, around=(SEED, SEED_END)),
+    "qwen3_coder": partial(_write_xml, tags=XML_TAGS, around=(CALL, CALL_END)),
+    "seed": partial(_write_xml, tags=SEED_TAGS, around=(SEED, SEED_END)),
     "llama3": _write_llama,
-    "mistral": partial(_write_list, listed=_MISTRAL),
+    "mistral": partial(_write_list, listed=MISTRAL_LIST),
     "mistral_v11": _write_mistral_v11,
     "gpt_oss": _write_harmony,
     "glm": _write_glm,
     "deepseek_v3": _write_deepseek_v3,
     "deepseek": _write_deepseek,
     "kimi": _write_kimi,
-    "minimax": partial(_write_invokes, tags=_MINIMAX, block=(MINIMAX, MINIMAX_END)),
-    "deepseek_v32": partial(_write_invokes, tags=_DSML, block=_DSML_BLOCKS[0]),
-    "deepseek_v4": partial(_write_invokes, tags=_DSML, block=_DSML_BLOCKS[1]),
-    "hunyuan": partial(_write_list, listed=_HUNYUAN),
-    "nemotron": partial(_write_list, listed=_NEMOTRON),
-    "granite": partial(_write_list, listed=_GRANITE),
-    "functools": partial(_write_list, listed=_FUNCTOOLS),
-    "cohere": partial(_write_list, listed=_COHERE),
+    "minimax": partial(_write_invokes, tags=MINIMAX_TAGS, block=(MINIMAX, MINIMAX_END)),
+    "deepseek_v32": partial(_write_invokes, tags=DSML_TAGS, block=DSML_BLOCKS[0]),
+    "deepseek_v4": partial(_write_invokes, tags=DSML_TAGS, block=DSML_BLOCKS[1]),
+    "hunyuan": partial(_write_list, listed=HUNYUAN_LIST),
+    "nemotron": partial(_write_list, listed=NEMOTRON_LIST),
+    "granite": partial(_write_list, listed=GRANITE_LIST),
+    "functools": partial(_write_list, listed=FUNCTOOLS_LIST),
+    "cohere": partial(_write_list, listed=COHERE_LIST),
     "json": _write_json,
 }
 

@@ -318,8 +318,8 @@ def test_what_a_form_hides_is_what_the_checks_refuse(tree: dict[str, Json]) -> N
         return
     known = named(cfg, algorithm)
     own = {key for rule in RULES if rule.default_passes for key in rule.keys}
-    idle = list(checks._idle(cfg))  # worked out once for all keys
-    with mock.patch.object(checks, "_idle", return_value=idle):
+    idle = list(checks.idle_keys(cfg))  # worked out once for all keys
+    with mock.patch.object(checks, "idle_keys", return_value=idle):
         for key in LEAVES:
             name = ".".join(key.path)
             if key.path[0] == "stages" or ("*" in key.path and key.path[0] not in ("data", "rewards")):

@@ -221,7 +221,7 @@ def _rewards(cfg: Config, algorithm: Resolved) -> Iterator[Problem]:
 
 def unused(tree: Mapping[str, Json], stages: Sequence[Config]) -> list[tuple[Path, str]]:
     """Keys set in a config (its plain values) that no stage reads, those of a stage in that stage."""
-    rules = [_by_section(_idle(cfg)) for cfg in stages]
+    rules = [_by_section(idle_keys(cfg)) for cfg in stages]
     given = [{k: v for k, v in stage.items() if k != "name"} for stage in tree.get("stages") or [{}]]
     out: list[tuple[Path, str]] = []
     for n, stage in enumerate(given):
@@ -272,7 +272,7 @@ _Idle = tuple[list[str], str, bool]
 """(parts of a key, why nothing reads it, whether its default passes)"""
 
 
-def _idle(cfg: Config) -> Iterator[_Idle]:
+def idle_keys(cfg: Config) -> Iterator[_Idle]:
     """The keys that nothing reads in one stage; none where the keys of the algorithm contradict each other."""
     algorithm, problems = examined(cfg.algorithm)
     if algorithm is not None and not problems:

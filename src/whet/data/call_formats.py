@@ -39,7 +39,7 @@ FUNCTION, FUNCTION_END, PARAMETER = "<function=", "</function>", "<parameter="
 SEED, SEED_END = "<seed:tool_call>", "</seed:tool_call>"
 
 
-def _read_xml(reading: ReplyReader, tags: _Tags, around: tuple[str, str]) -> None:
+def _read_xml(reading: ReplyReader, tags: ArgumentTags, around: tuple[str, str]) -> None:
     """Qwen3-coder at times leaves out the outer tags, so they are not needed."""
     begin, end = around
     wrapped = reading.take(begin)
@@ -60,19 +60,19 @@ ARGUMENT = "<arg_key>"
 def _read_glm(reading: ReplyReader) -> None:
     reading.take(CALL)
     name = reading.name(CALL)
-    reading.call(name, _read_tagged(reading, name, _GLM))
+    reading.call(name, _read_tagged(reading, name, GLM_TAGS))
 
 
 MINIMAX, MINIMAX_END, INVOKE = "<minimax:tool_call>", "</minimax:tool_call>", "<invoke name="
 DSML = "｜DSML｜"
-_DSML_BLOCKS = [(f"<{DSML}{name}>", f"</{DSML}{name}>") for name in ("function_calls", "tool_calls")]
+DSML_BLOCKS = [(f"<{DSML}{name}>", f"</{DSML}{name}>") for name in ("function_calls", "tool_calls")]
 """Of DeepSeek V3.2, and of V4."""
 
 
-def _read_invokes(reading: ReplyReader, tags: _Tags, blocks: Sequence[tuple[str, str]]) -> None:
+def _read_invokes(reading: ReplyReader, tags: ArgumentTags, blocks: Sequence[tuple[str, str]]) -> None:
     """A block of calls, each an element with its name as an attribute."""
     begin, end = next(block for block in blocks if reading.take(block[0]))
-    invoke = _invoke(tags)
+    invoke = invoke_of(tags)
     reading.need(invoke, after=begin)
     while True:
         name = reading.until('">', what="the tool's name")
@@ -82,12 +82,13 @@ def _read_invokes(reading: ReplyReader, tags: _Tags, blocks: Sequence[tuple[str,
             return
 
 
-def _invoke(tags: _Tags) -> str:
+def invoke_of(tags: ArgumentTags) -> str:
+    """The beginning of a call, up to its name."""
     return tags.end.replace("</", "<").replace(">", ' name="')
 
 
 @dataclass(frozen=True)
-class _Tags:
+class ArgumentTags:
     """How arguments are written as tagged text."""
 
     key: tuple[str, str]
@@ -107,17 +108,17 @@ class _Tags:
         return re.compile(rf"{self.value[1].strip()}(?=\s*+(?:{re.escape(self.key[0])}|{self.end}))")
 
 
-_XML = _Tags((PARAMETER, ">"), ("\n", "\n</parameter>"), FUNCTION_END, "text")
-_SEED = _Tags((PARAMETER, ">"), ("", "</parameter>"), FUNCTION_END, "text")
-_GLM = _Tags((ARGUMENT, "</arg_key>"), ("\n<arg_value>", "</arg_value>"), CALL_END, "json")
-_MINIMAX = _Tags(('<parameter name="', '">'), ("", "</parameter>"), "</invoke>", "json")
-_DSML = _Tags(
+XML_TAGS = ArgumentTags((PARAMETER, ">"), ("\n", "\n</parameter>"), FUNCTION_END, "text")
+SEED_TAGS = ArgumentTags((PARAMETER, ">"), ("", "</parameter>"), FUNCTION_END, "text")
+GLM_TAGS = ArgumentTags((ARGUMENT, "</arg_key>"), ("\n<arg_value>", "</arg_value>"), CALL_END, "json")
+MINIMAX_TAGS = ArgumentTags(('<parameter name="', '">'), ("", "</parameter>"), "</invoke>", "json")
+DSML_TAGS = ArgumentTags(
     (f'<{DSML}parameter name="', ">"), ("", f"</{DSML}parameter>"), f"</{DSML}invoke>", "text", typed=True
 )
 _TYPED = re.compile(r'(.*)" string="(true|false)"', re.DOTALL)
 
 
-def _read_tagged(reading: ReplyReader, name: str, tags: _Tags) -> dict[str, Json]:
+def _read_tagged(reading: ReplyReader, name: str, tags: ArgumentTags) -> dict[str, Json]:
     arguments: dict[str, Json] = {}
     reading.white()
     while not reading.take(tags.end):
@@ -153,7 +154,7 @@ def _whole_json(text: str, key: str) -> Json:
     return value
 
 
-def _tagged_text(reading: ReplyReader, key: str, tags: _Tags) -> str:
+def _tagged_text(reading: ReplyReader, key: str, tags: ArgumentTags) -> str:
     """A value as text: nothing is taken from it but the line end that the format puts at either side."""
     before, after = tags.value
     if before.strip():
@@ -175,7 +176,7 @@ MISTRAL, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class ListedCalls:
     """Calls as one JSON list of objects."""
 
     begin: str
@@ -184,15 +185,15 @@ class _Listed:
     arguments: str = "arguments"
 
 
-_MISTRAL = _Listed(MISTRAL)
-_HUNYUAN = _Listed("<tool_calls>", "</tool_calls>")
-_NEMOTRON = _Listed("<TOOLCALL>", "</TOOLCALL>")
-_GRANITE = _Listed("<|tool_call|>")
-_FUNCTOOLS = _Listed("functools")
-_COHERE = _Listed("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters")
+MISTRAL_LIST = ListedCalls(MISTRAL)
+HUNYUAN_LIST = ListedCalls("<tool_calls>", "</tool_calls>")
+NEMOTRON_LIST = ListedCalls("<TOOLCALL>", "</TOOLCALL>")
+GRANITE_LIST = ListedCalls("<|tool_call|>")
+FUNCTOOLS_LIST = ListedCalls("functools")
+COHERE_LIST = ListedCalls("<|START_ACTION|>", "<|END_ACTION|>", "tool_name", "parameters")
 
 
-def _read_list(reading: ReplyReader, listed: _Listed) -> None:
+def _read_list(reading: ReplyReader, listed: ListedCalls) -> None:
     reading.take(listed.begin)
     calls = reading.json()
     if not isinstance(calls, list) or not calls:
@@ -211,7 +212,7 @@ def _read_mistral(reading: ReplyReader) -> None:
     reading.white()
     if reading.text.startswith("[", reading.at):
         reading.at = start
-        return _read_list(reading, _MISTRAL)
+        return _read_list(reading, MISTRAL_LIST)
     name = reading.name(MISTRAL)
     if reading.take(MISTRAL_ID):
         reading.name(MISTRAL_ID)
@@ -249,7 +250,7 @@ def _read_deepseek(reading: ReplyReader) -> None:
 
 KIMI_ALL, KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI, KIMI_ARGS, KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_KIMI_ID = re.compile(r"(?:functions\.)?(\S+):[0-9]{1,9}")
+KIMI_ID = re.compile(r"(?:functions\.)?(\S+):[0-9]{1,9}")
 
 
 def _read_kimi(reading: ReplyReader) -> None:
@@ -258,7 +259,7 @@ def _read_kimi(reading: ReplyReader) -> None:
     reading.need(KIMI, after=KIMI_ALL)
     while True:
         id = reading.until(KIMI_ARGS, what="the call's id").strip()
-        found = _KIMI_ID.fullmatch(id) if len(id) <= MOST_NAME + 20 else None
+        found = KIMI_ID.fullmatch(id) if len(id) <= MOST_NAME + 20 else None
         if found is None:
             raise Malformed(f"expected functions.NAME:NUMBER after {KIMI}, found {id[:40]!r}")
         arguments = reading.arguments(found[1][:40])
@@ -391,17 +392,17 @@ def _format(read: ReadCall, *markers: str, strays: tuple[str, ...] = ()) -> Call
     return CallFormat(partial(scan, any_of(*markers), read), markers, strays)
 
 
-def _xml(tags: _Tags, around: tuple[str, str]) -> CallFormat:
+def _xml(tags: ArgumentTags, around: tuple[str, str]) -> CallFormat:
     strays = (around[1], PARAMETER)  # </function> and </parameter> are in other XML, too
     return _format(partial(_read_xml, tags=tags, around=around), around[0], FUNCTION, strays=strays)
 
 
-def _invokes(tags: _Tags, *blocks: tuple[str, str]) -> CallFormat:
+def _invokes(tags: ArgumentTags, *blocks: tuple[str, str]) -> CallFormat:
     read = partial(_read_invokes, tags=tags, blocks=blocks)
     return _format(read, *(begin for begin, _ in blocks), strays=tuple(e for _, e in blocks))
 
 
-def _list(listed: _Listed, marker: str = "") -> CallFormat:
+def _list(listed: ListedCalls, marker: str = "") -> CallFormat:
     read = partial(_read_list, listed=listed)
     return _format(read, marker or listed.begin, strays=(listed.end,) if listed.end else ())
 
@@ -414,9 +415,9 @@ CALL_FORMATS: dict[str, CallFormat] = {
     # Hermes 2 Pro, Qwen2.5, Qwen3, Granite 4
     "hermes": _format(_read_hermes, CALL, strays=(CALL_END,)),
     # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5
-    "qwen3_coder": _xml(_XML, (CALL, CALL_END)),
+    "qwen3_coder": _xml(XML_TAGS, (CALL, CALL_END)),
     # Seed-OSS
-    "seed": _xml(_SEED, (SEED, SEED_END)),
+    "seed": _xml(SEED_TAGS, (SEED, SEED_END)),
     # Llama 3.1 to 3.3
     "llama3": CallFormat(partial(scan, _LLAMA, _read_llama, first=_OBJECT), (PYTHON,)),
     # Mistral with a tokenizer before v11, and from v11 on; each is read by either name
@@ -432,20 +433,20 @@ CALL_FORMATS: dict[str, CallFormat] = {
     # Kimi K2
     "kimi": _format(_read_kimi, KIMI_ALL, strays=_KIMI_REST),
     # MiniMax M2
-    "minimax": _invokes(_MINIMAX, (MINIMAX, MINIMAX_END)),
+    "minimax": _invokes(MINIMAX_TAGS, (MINIMAX, MINIMAX_END)),
     # DeepSeek V3.2, and V4; each is read by either name
-    "deepseek_v32": _invokes(_DSML, *_DSML_BLOCKS),
-    "deepseek_v4": _invokes(_DSML, *_DSML_BLOCKS),
+    "deepseek_v32": _invokes(DSML_TAGS, *DSML_BLOCKS),
+    "deepseek_v4": _invokes(DSML_TAGS, *DSML_BLOCKS),
     # Hunyuan A13B, Apriel
-    "hunyuan": _list(_HUNYUAN),
+    "hunyuan": _list(HUNYUAN_LIST),
     # Nemotron Nano v2, Llama Nemotron
-    "nemotron": _list(_NEMOTRON),
+    "nemotron": _list(NEMOTRON_LIST),
     # Granite 3
-    "granite": _list(_GRANITE),
+    "granite": _list(GRANITE_LIST),
     # Phi-4-mini, FireFunction v2
-    "functools": _list(_FUNCTOOLS, "functools["),
+    "functools": _list(FUNCTOOLS_LIST, "functools["),
     # Command R7B
-    "cohere": _list(_COHERE),
+    "cohere": _list(COHERE_LIST),
     # any model that is told so in its prompt
     "json": CallFormat(partial(scan, _NOWHERE, _read_json, first=_OBJECT)),
 }
