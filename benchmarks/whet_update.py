@@ -115,7 +115,7 @@ def update(args: argparse.Namespace) -> dict[str, Any]:
     case, variant = json.loads(args.case.read_text()), VARIANTS[args.variant]
     device = case["device"]
     if variant.logits_kept is not None:
-        logprobs._KEEP = variant.logits_kept
+        logprobs.KEEP = variant.logits_kept
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     peak_flops, imported = ceiling(device, dtype), peak_mb(device)
     engine = engine_of(case, variant, dtype)

@@ -493,7 +493,12 @@ def render(
         )
     plain = [_with_aliases(m.to_json()) for m in messages]
     told = [tool.to_json() for tool in tools] or None
-    given = {**tokenizer.special_tokens_map, "messages": plain, "tools": told, "documents": None}
+    given: dict[str, Json] = {
+        **tokenizer.special_tokens_map,
+        "messages": plain,
+        "tools": told,
+        "documents": None,
+    }
     write = partial(rendered, jinja, day=getattr(tokenizer, _DAY, None), add_generation_prompt=header)
     try:
         text = write(**given)
