@@ -188,6 +188,26 @@ def test_the_last_launch_counts_and_the_others_are_told():
 
 
 @needs_shell
+@pytest.mark.parametrize(
+    ("branch", "line"),
+    [
+        ("set -e\nif nvidia-smi -L; then N=8; else N=1; fi", 3),
+        ("set -e\nnvidia-smi -L && N=8 || N=1", 3),
+        ("N=8\nnvidia-smi -L\n[ $? -eq 0 ] || N=1", 3),
+        ("set -e\nN=8; nvidia-smi -L", None),
+        ("N=8; if ! nvidia-smi -L; then exit 1; fi", None),
+        ("N=8; nvidia-smi -L || echo none", None),
+    ],
+)
+def test_a_branch_on_the_status_of_a_program_that_is_not_run_is_told(branch: str, line: int | None) -> None:
+    """It was taken silently as if the program had succeeded. To end is no other launch."""
+    started = launch(f"pip install x\n{branch}\n{START} a.b=$N\n")
+    assert started.overrides[-1].text == "a.b=8"
+    said = [text for _, text in started.notes if "another command" in text]
+    told = f"it would be another command if `nvidia-smi -L` (line {line}) failed: taken to succeed"
+    assert said == [told] * (line is not None)
+
+
 def test_another_script_is_read_and_named(tmp_path: Path):
     (tmp_path / "inner.sh").write_text(f"#!/bin/bash\n\n{START} a=$1\n")
     (tmp_path / "run.sh").write_text('cd "$(dirname "$0")"\nbash inner.sh 5\n')

@@ -18,7 +18,12 @@ __whet_note() {
 command_not_found_handle() {
     case "$*" in npu-smi*|rocm-smi*|*torch_npu*) __whet_note probe "$@" || :; return 1 ;; esac
     __whet_note start "$@" || printf '%s' OUTPUT
-    return STATUS
+    __whet_succeeds
+}
+__whet_succeeds() {
+    local at=1
+    while [[ ${BASH_SOURCE[at]-} == PRELUDE ]]; do (( at += 1 )); done
+    case ${BASH_LINENO[at - 1]} in FAILS) return 1 ;; esac
 }
 __whet_other() {
     local first=

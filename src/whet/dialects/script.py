@@ -35,6 +35,8 @@ _STOPPED = {
     "memory": "it was stopped because its processes took too much memory. ",
 }
 _SAID = re.compile(r": line (?P<line>\d+): (?P<text>(?:(?P<name>\w+): )?.*)")
+_TESTED = re.compile(r"\b(if|elif|while|until)\b|\|\||&&|\$\?")
+"""A line that asks for the status of a command."""
 _QUIET = re.compile(
     r"mkdir|sleep|pip3?|wait|ray|export|wget|curl|git|pkill|killall|kill|rm|mv|cp|touch|chmod|tee|find|clear|nvidia-smi"
 )
@@ -136,6 +138,7 @@ def read_script(
     )
     notes = _notes(ran, started, candidates, last)
     notes += _check(asked, plain, last, started, lines)
+    notes += _branches(asked, plain, last, started)
     return _launch(last, ran, lines, notes)
 
 
@@ -266,6 +269,29 @@ def _check(
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return notes
+
+
+def _branches(asked: Script, text: str, last: _Candidate, started: Sequence[Noted]) -> list[tuple[int, str]]:
+    """Run it again with commands that fail where a script asks for their status. A note if it starts something else."""
+    lines = [*text.split("\n"), ""]
+    tried = {
+        one.line: one for one in started if one.kind == "start" and one is not last.noted and not one.file
+    }
+    tried = {
+        line: one
+        for line, one in tried.items()
+        if 0 < line < len(lines) and (_TESTED.search(lines[line - 1]) or "$?" in lines[line])
+    }
+    again = _candidates(_all(asked, asked.run(fails=tried.keys()))) if tried else []
+    again = [one for one in again if one.system] or again
+    if not again or again[-1].noted.words == last.noted.words:
+        return []
+    said = [f"`{_shown(one)}` (line {line})" for line, one in tried.items()]
+    return [(last.noted.line, f"it would be another command if {' or '.join(said)} failed: taken to succeed")]
+
+
+def _shown(one: Noted) -> str:
+    return one.words[0] if _is(one, _GIVEN_KEYS) else " ".join(one.words)[:60]
 
 
 def _problem(mine: str, theirs: str, marks: Mapping[str, str], piped: Sequence[Noted], lines: _Lines) -> str:

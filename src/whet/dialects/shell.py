@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -88,12 +88,12 @@ class Script:
     folder: str
     trust: bool = False
 
-    def run(self, *, output: str = "", status: int = 0) -> Ran:
-        """Every command that is not run prints `output`, if that is read, and ends with `status`."""
+    def run(self, *, output: str = "", fails: Collection[int] = ()) -> Ran:
+        """Every command that is not run prints `output`, if that is read, and succeeds, but in the lines of `fails`."""
         lost: set[str] = set()
         replaced = False
         for _ in range(_MOST_RUNS):
-            ran = _run(self, output, status, lost, replaced)
+            ran = _run(self, output, fails, lost, replaced)
             said = [_LOST.search(line) for line in ran.error.splitlines()]
             new = {one["name"] for one in said if one} - lost
             if not new:
@@ -103,7 +103,7 @@ class Script:
         return ran
 
 
-def _run(script: Script, output: str, status: int, lost: set[str], replaced: bool) -> Ran:
+def _run(script: Script, output: str, fails: Collection[int], lost: set[str], replaced: bool) -> Ran:
     """One run. lost: what an earlier one did not reach. replaced: one ended where bash would have become another
     program."""
     bash = shutil.which("bash")
@@ -117,7 +117,7 @@ def _run(script: Script, output: str, status: int, lost: set[str], replaced: boo
         notes.mkdir()
         programs = _tools(at / "tools", bash)
         (at / "prelude").write_text(
-            _prelude(notes, output, status, lost, script.environment) + _EXEC * replaced, encoding="utf-8"
+            _prelude(notes, output, fails, lost, script.environment) + _EXEC * replaced, encoding="utf-8"
         )
         path = script.path
         if not path:
@@ -187,12 +187,15 @@ def _environment(script: Script) -> dict[str, str]:
     return left | {"LC_MESSAGES": "C"}
 
 
-def _prelude(notes: Path, output: str, status: int, lost: set[str], environment: Mapping[str, str]) -> str:
+def _prelude(
+    notes: Path, output: str, fails: Collection[int], lost: set[str], environment: Mapping[str, str]
+) -> str:
     """What bash reads first. Secrets of the environment are in no note: a killed run leaves its notes behind."""
     text = files(__package__).joinpath("prelude.sh").read_text(encoding="utf-8")
     text = text.replace("PRELUDE", shlex.quote(str(notes.parent / "prelude")))
     text = text.replace("NOTES", shlex.quote(str(notes))).replace("OUTPUT", shlex.quote(output))
-    text = text.replace("STATUS", str(status)).replace("SLEEPS", str(_ENDS_AFTER_SLEEPS))
+    text = text.replace("FAILS", "|".join(map(str, sorted(fails))) or "''")
+    text = text.replace("SLEEPS", str(_ENDS_AFTER_SLEEPS))
     hidden = [name for name in environment if is_secret(name) and name.isidentifier()]
     text = text.replace("SECRETS", "|".join(hidden) or "''")
     names = sorted(name for name in lost if _NAME.fullmatch(name))
