@@ -19,9 +19,12 @@ import torch
 from typer.testing import CliRunner
 
 import forked
+from tiny import RUN
 from whet.cli import app
+from whet.config.load import load
 from whet.models import build, kernels, products
 from whet.models.arithmetic import PORTABLE, PORTABLE_HALVES, VERSION, _digest, arithmetic, facts
+from whet.start import arithmetic_of
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import bits
@@ -237,8 +240,22 @@ def test_a_start_names_its_cpu_only_where_its_bits_depend_on_it() -> None:
     half = facts("cpu", kernels="auto", halves={"bfloat16"})
     assert half["bfloat16"] == products.half_by(torch.bfloat16), "the compiler decides it, too"
     assert ("cpu" in half) == (half["bfloat16"] == "torch")
-    assert facts("cpu", kernels="auto", autocast=True)["cpu"], "whose products are torch's"
+    assert facts("cpu", kernels="auto", torch_products=True)["cpu"], "whose products are torch's"
     assert facts("cpu", kernels="torch")["cpu"]
+
+
+@pytest.mark.skipif(not HERE.portable, reason=str(HERE))
+@pytest.mark.parametrize(
+    ("override", "travels"),
+    [
+        ("train.optimizer.lr=1e-3", True),
+        ("train.optimizer.name=muon", False),
+        ("train.precision.compute=bfloat16", False),
+    ],
+)
+def test_a_run_whose_products_are_partly_torchs_names_its_cpu(override: str, travels: bool) -> None:
+    told = arithmetic_of(load(None, [override, "machine.device=cpu", "model.dtype=float32"], RUN))
+    assert ("cpu" not in told) is travels
 
 
 @pytest.mark.skipif(not HERE.portable, reason=str(HERE))

@@ -194,11 +194,14 @@ def arithmetic_of(loaded: Loaded) -> dict[str, str | None]:
     from whet.models.arithmetic import facts
 
     device = pick_device(loaded.config).type
+    optimizers = {
+        section.optimizer.name for stage in loaded.stages for section in (stage.train, stage.critic)
+    }
     return facts(
         device,
         kernels=loaded.config.machine.kernels,
         halves=halves(loaded.stages, device),
-        autocast=any(stage.train.precision.compute for stage in loaded.stages),
+        torch_products="muon" in optimizers or any(s.train.precision.compute for s in loaded.stages),
     )
 
 

@@ -60,11 +60,11 @@ def facts(
     *,
     kernels: Kind,
     halves: Collection[str] = (),
-    autocast: bool = False,
+    torch_products: bool = False,
 ) -> dict[str, str | None]:
     """What determines the bits of a run's numbers, for the manifest: not the CPU, where the arithmetic is portable; who
-    multiplies each of `halves`, the dtypes of half precision that parameters have. autocast: the run uses it, which
-    multiplies by torch's products."""
+    multiplies each of `halves`, the dtypes of half precision that parameters have. torch_products: torch multiplies
+    some matrices, as in autocast and in Muon."""
     told: dict[str, str | None] = {"torch": torch.__version__, "machine": platform.machine()}
     if device != "cpu":
         return told | {"device": torch.cuda.get_device_name()}
@@ -72,7 +72,7 @@ def facts(
     found = arithmetic(ops)
     told |= {"version": str(VERSION), "kernels": found.kernels, "digest": found.digest}
     told |= {name: products.half_by(getattr(torch, name)) for name in sorted(halves)}
-    travels = found.portable and not autocast and all(portable_half(name, ops) for name in halves)
+    travels = found.portable and not torch_products and all(portable_half(name, ops) for name in halves)
     return told if travels else told | {"cpu": cpu_name()}
 
 
