@@ -626,6 +626,26 @@ def test_all_problems_stand_in_one_message_in_the_order_of_the_lines(tmp_path):
     ]
 
 
+def test_faults_of_sections_and_of_the_settings_of_functions_are_told_together(tmp_path):
+    """Settings are judged by the function that is named: only right sections were asked for theirs."""
+    path = write(
+        tmp_path,
+        "sed: 1\nalgorithm:\n  loss: {name: ppo, clip_lo: 1}\n  advantage: grop\n"
+        "stages:\n  - {name: a}\n  - name: b\n    data: {order: {name: shuffled, seeed: 1}}\n"
+        "    algorithm: {advantage: {name: grpo, std_ddof: x}}\n",
+    )
+    lines = refused(path).splitlines()
+    assert lines[0].startswith("5 problems"), lines
+    for line, key in (
+        (1, "sed"),
+        (3, "algorithm.loss.clip_lo"),
+        (4, "algorithm.advantage"),
+        (8, "stages[1] ('b').data.order"),
+        (9, "stages[1] ('b').algorithm.advantage.std_ddof"),
+    ):
+        assert any(said.strip().startswith(f"{path}:{line}: {key}") for said in lines), (key, lines)
+
+
 # ---------------------------------------------------------------- near misses
 
 

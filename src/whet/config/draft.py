@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import isfinite
 
 from pydantic import ValidationError
 
+from whet.config.chosen import chosen, setting_problems
 from whet.config.faults import faults, named, place_of_override, shown
 from whet.config.interpolate import interpolate
 from whet.config.keys import TABLES, Path, did_you_mean, dotted, is_open, lookup, suggest
@@ -170,7 +172,21 @@ class Draft:
                 Config.model_validate_json(json.dumps(merged))
             except ValidationError as e:
                 self._note(merged, e, ("stages", n), seen)
+        if self.problems:
+            self._note_settings(stages if isinstance(stages, list) else ())
         return config
+
+    def _note_settings(self, stages: Sequence[Json]) -> None:
+        """Add what is wrong with the settings of functions that are named. Where sections are right, the checks of the
+        whole config say it; here that all is told at once."""
+        places = [(self.tree, ()), *((stage, ("stages", n)) for n, stage in enumerate(stages))]
+        for (tree, above), (path, table) in product(places, TABLES.items()):
+            value = get(tree, path) if isinstance(tree, dict) else None
+            name = value.get("name") if isinstance(value, dict) else value
+            if isinstance(name, str) and name:
+                for key, text in setting_problems(dotted(path), chosen(value, table, name), table):
+                    at = (*above, *path_of(key, ()))
+                    self._tell(at, f"{named(at, self.tree)}: {text}")
 
     def _note(
         self, tree: Mapping[str, Json], error: ValidationError, above: Path, seen: set[tuple[Path, str]]
