@@ -112,7 +112,7 @@ async def explore_stage(job: Job, index: int, home: Path) -> None:
         store.release(queue.owner)  # what an earlier process of this name had
         at(engine.version)
         explorer.in_flight.start(left=0)
-        async with lease(queue, explorer.restarts):
+        async with lease(queue, lambda: explorer.restarts() + explorer.alone()):
             await follow(explorer, queue, weights, code=job.loaded.code, at=at)
     finally:
         await explorer.close()
