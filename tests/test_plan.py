@@ -336,6 +336,7 @@ def test_a_model_that_is_elsewhere_can_be_planned():
         (["data.train=[{function: nope}]"], "data.train[0].function: 'nope' is not known; known: reasoning_gym, "
          "random_tokens, or your own as 'package.module:name'"),
         (["data.train=[{function: ':nope'}]"], "data.train[0].function: ':nope' is not known"),
+        (["rewards.answer.function=exakt"], "rewards.answer.function: 'exakt' is not known; did you mean 'exact'?"),
         (["data.train.0.arguments={a: 1}"], "arguments are for function only"),
         (["data.train.0.template=hello"], "has no {prompt}, so every task"),
         (["model.scratch.num_key_value_heads=3"], "3 does not divide num_attention_heads=4; these do: 1, 2, 4"),

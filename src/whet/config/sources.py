@@ -9,6 +9,7 @@ from whet.config.chosen import Chosen
 from whet.config.engines import NO_STOP, SERVED
 from whet.config.evaluation import merged, reward_weights
 from whet.config.faults import argument_problems
+from whet.config.functions import REWARDS
 from whet.config.judges import JUDGES
 from whet.config.recipes import elsewhere, kind_of
 from whet.config.schema import (
@@ -252,6 +253,8 @@ def reward_problems(cfg: Config) -> Iterator[tuple[str, str]]:
         elif (reward.function is None) == (reward.model is None):
             given = "both are given" if reward.function else "neither is given"
             yield at, f"give either function or model.path (a reward model's folder); {given}"
+        if reward.function is not None and (wrong := unknown(REWARDS, reward.function)):
+            yield f"{at}.function", wrong
         if reward.function is None and reward.arguments:
             yield f"{at}.arguments", "only a function has arguments, and none is given; leave them out"
         if reward.model is not None:
