@@ -31,7 +31,7 @@ from whet.types import WhetError
 
 _CHUNK = 64
 """CHUNK of kernels.c."""
-_MAX_HEAD = 512
+MAX_HEAD = 512
 """MAX_HEAD of kernels.c."""
 
 
@@ -59,7 +59,7 @@ class _Grads(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in ("out", "lse", "dout", "dq", "dk", "dv")]
 
 
-class _Cached(ctypes.Structure):
+class CachedStruct(ctypes.Structure):
     """Cached of kernels.c."""
 
     _fields_ = [
@@ -73,7 +73,8 @@ class _Cached(ctypes.Structure):
 
 
 @cache
-def _lib() -> ctypes.CDLL:
+def c_library() -> ctypes.CDLL:
+    """kernels.c, with the types of its functions' arguments."""
     lib, _ = library()
     p, n, f, i = c_void_p, c_int64, c_float, c_int
     lib.whet_rms_norm.argtypes = [p, p, p, p, p, n, n, f, f, i]
@@ -144,7 +145,7 @@ class _RmsNorm(Function):
         width = x.shape[-1]
         pointers = (_ptr(rows_x), _ptr(residual), _ptr(weight), _ptr(out), _ptr(total))
         rows = x.numel() // max(width, 1)
-        _lib().whet_rms_norm(*pointers, rows, width, eps, offset, torch.get_num_threads())
+        c_library().whet_rms_norm(*pointers, rows, width, eps, offset, torch.get_num_threads())
         return _as(x, out), total
 
     @staticmethod
@@ -170,7 +171,9 @@ class _RmsNorm(Function):
         rows = x.numel() // max(width, 1)
         dx, dw, part = torch.empty_like(x), torch.empty_like(weight), _parts(rows, width)
         pointers = [t if t is None else t.data_ptr() for t in (x, weight, dy, more, dx, dw, part)]
-        _lib().whet_rms_norm_backward(*pointers, rows, width, ctx.eps, ctx.offset, torch.get_num_threads())
+        c_library().whet_rms_norm_backward(
+            *pointers, rows, width, ctx.eps, ctx.offset, torch.get_num_threads()
+        )
         dx, dw = _as(given[0], dx), _as(given[1], dw)
         return dx, dx if ctx.needs_input_grad[1] else None, dw, None, None
 
@@ -216,7 +219,7 @@ class _NormRope(Function):
         weight = None if weight is None else _dense(weight)
         out = room(*x.shape)
         head = (_ptr(heads), heads.stride(0), heads.stride(1), _ptr(weight), _ptr(cos), _ptr(sin), _ptr(out))
-        _lib().whet_norm_rope(*head, *x.shape, eps, offset, torch.get_num_threads())
+        c_library().whet_norm_rope(*head, *x.shape, eps, offset, torch.get_num_threads())
         return _as(x, out)
 
     @staticmethod
@@ -237,7 +240,7 @@ class _NormRope(Function):
         dw = None if weight is None else torch.empty_like(weight)
         part = None if weight is None else _parts(dy.shape[0], dy.shape[2])
         head = (_ptr(x), x.stride(0), x.stride(1), *(_ptr(t) for t in (weight, cos, sin, dy, dx, dw, part)))
-        _lib().whet_norm_rope_backward(*head, *dy.shape, ctx.eps, ctx.offset, torch.get_num_threads())
+        c_library().whet_norm_rope_backward(*head, *dy.shape, ctx.eps, ctx.offset, torch.get_num_threads())
         dw = dw if dw is None else _as(normed[1], dw)
         return _as(given, dx), dw, None, None, None, None
 
@@ -252,7 +255,7 @@ def norm_rope(
     offset: float = 0.0,
 ) -> Tensor:
     given = (x_NHD, cos_ND, sin_ND) if weight_D is None else (x_NHD, cos_ND, sin_ND, weight_D)
-    if not _native(*given) or x_NHD.shape[-1] > _MAX_HEAD:
+    if not _native(*given) or x_NHD.shape[-1] > MAX_HEAD:
         return triton_ops.norm_rope(x_NHD, weight_D, eps, cos_ND, sin_ND, offset=offset)
     if cos_ND.shape != sin_ND.shape or cos_ND.shape != (x_NHD.shape[0], x_NHD.shape[2]):
         raise ValueError(
@@ -269,7 +272,7 @@ class _Glu(Function):
         like, (gate, up) = gate, _rows_as_they_are(gate, up)
         out = room(*gate.shape, dtype=gate.dtype)
         head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(out))
-        _lib().whet_glu(*head, *gate.shape, act, gate.dtype is torch.bfloat16, torch.get_num_threads())
+        c_library().whet_glu(*head, *gate.shape, act, gate.dtype is torch.bfloat16, torch.get_num_threads())
         return out.to(like.dtype)
 
     @staticmethod
@@ -285,7 +288,7 @@ class _Glu(Function):
         half, dout = dout.dtype is torch.bfloat16, dout.contiguous()
         dgate, dup = (room(*gate.shape, dtype=dout.dtype) for _ in range(2))
         head = (_ptr(gate), gate.stride(0), _ptr(up), up.stride(0), _ptr(dout), _ptr(dgate), _ptr(dup))
-        _lib().whet_glu_backward(*head, *gate.shape, ctx.act, half, torch.get_num_threads())
+        c_library().whet_glu_backward(*head, *gate.shape, ctx.act, half, torch.get_num_threads())
         return dgate.to(like), dup.to(like), None
 
 
@@ -321,7 +324,7 @@ def logprobs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     logits, targets = logits_NV.contiguous(), targets_N.contiguous()
     logp_N, entropy_N = room(len(targets)), room(len(targets))
     pointers = (_ptr(logits), _ptr(targets), _ptr(logp_N), _ptr(entropy_N))
-    _lib().whet_logprobs(*pointers, *logits.shape, torch.get_num_threads())
+    c_library().whet_logprobs(*pointers, *logits.shape, torch.get_num_threads())
     return logp_N, entropy_N
 
 
@@ -340,7 +343,7 @@ def logprobs_backward(
     _rows_and_targets(logits_NV, targets_N)
     kept = [t.contiguous() for t in (targets_N, *given)]
     pointers = [logits_NV.data_ptr(), *(t.data_ptr() for t in kept), *([None] if dentropy_N is None else [])]
-    _lib().whet_logprobs_backward(*pointers, *logits_NV.shape, torch.get_num_threads())
+    c_library().whet_logprobs_backward(*pointers, *logits_NV.shape, torch.get_num_threads())
 
 
 def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,14 +355,15 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"sample: uniform must be [{rows}], got {tuple(uniform.shape)}")
     token_B, logp_B = room(rows, dtype=torch.int64), room(rows)
     pointers = (_ptr(logits), _ptr(uniform), _ptr(token_B), _ptr(logp_B))
-    bad = _lib().whet_sample(*pointers, rows, vocabulary, torch.get_num_threads())
+    bad = c_library().whet_sample(*pointers, rows, vocabulary, torch.get_num_threads())
     if bad > 0:
         raise torch_ops.bad_logits(bad)
-    _memory(bad)
+    check_memory(bad)
     return token_B, logp_B
 
 
-def _memory(failed: int) -> None:
+def check_memory(failed: int) -> None:
+    """WhetError where a kernel says that it has failed, for which there is one reason."""
     if failed:
         raise WhetError(
             "a kernel could not get scratch memory; make the micro-batch or the sequences smaller"
@@ -418,7 +422,7 @@ class _AttendPacked(Function):
         sinks = None if sinks is None else _dense(sinks)
         out, lse = room(*q.shape), room(*q.shape[:2])
         what = _describe(q, k, v, sinks, segments=segments, shape=shape)
-        _memory(_lib().whet_attend_packed(ctypes.byref(what), _ptr(out), _ptr(lse)))
+        check_memory(c_library().whet_attend_packed(ctypes.byref(what), _ptr(out), _ptr(lse)))
         return _as(given, out), lse
 
     @staticmethod
@@ -442,13 +446,13 @@ class _AttendPacked(Function):
         what = _describe(q, k, v, None, segments=ctx.segments, shape=ctx.shape)
         grads = _Grads(*(_ptr(t) for t in (out, lse, dout, dq, dk, dv)))
         # with the sink in out and lse, it is the backward pass of any softmax
-        _memory(_lib().whet_attend_packed_backward(ctypes.byref(what), ctypes.byref(grads)))
+        check_memory(c_library().whet_attend_packed_backward(ctypes.byref(what), ctypes.byref(grads)))
         dsinks = None
         if sunk and ctx.needs_input_grad[3]:
             sinks = _dense(sunk[0])
             dsinks = torch.empty_like(sinks)
             pointers = (_ptr(sinks), ctypes.byref(grads), _ptr(dsinks))
-            _lib().whet_sinks_backward(*pointers, *q.shape, torch.get_num_threads())
+            c_library().whet_sinks_backward(*pointers, *q.shape, torch.get_num_threads())
             dsinks = _as(sunk[0], dsinks)
         return *(_as(given, t) for t in (dq, dk, dv)), dsinks, None, None, None
 
@@ -526,12 +530,12 @@ def attend_cached(
     _check_sinks(how["sinks"], q_NHD)
     sinks = None if how["sinks"] is None else _dense(how["sinks"].detach())
     scale, window, cap = _Shape.of(how)
-    what = _Cached(
+    what = CachedStruct(
         *(_ptr(t) for t in (q, k_pages, v_pages)),
         *(q.stride(0), q.stride(1), heads, k_pages.shape[1], size, window, scale, cap),
         *(_ptr(sinks), _ptr(table), _ptr(keys), _ptr(queries), *table.shape, torch.get_num_threads()),
     )
-    _memory(_lib().whet_attend_cached(ctypes.byref(what), _ptr(out)))
+    check_memory(c_library().whet_attend_cached(ctypes.byref(what), _ptr(out)))
     return _as(q_NHD, out)
 
 
@@ -553,4 +557,4 @@ def write_kv(
         _ptr(page),
         _ptr(slot),
     )
-    _lib().whet_write_kv(*head, *k.shape, torch.get_num_threads())
+    c_library().whet_write_kv(*head, *k.shape, torch.get_num_threads())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.config.sizes import VECTOR
 from whet.models.activations import LayerOutput, NewRows
-from whet.models.compiled import _MAX_HEAD, _Cached, _lib, _memory
+from whet.models.compiled import MAX_HEAD, CachedStruct, c_library, check_memory
 from whet.models.products import multiplies
 from whet.models.torch_ops import ACTS, Act
 
@@ -70,11 +70,11 @@ class CachedTokens(NamedTuple):
     """Where their activations are written; None: they are not kept."""
 
 
-class _Layers(ctypes.Structure):
+class LayersStruct(ctypes.Structure):
     """Layers of kernels.c."""
 
     _fields_ = [
-        *(("cached", _Cached), ("layer", c_void_p), ("layers", c_int64), ("layer_pages", c_int64)),
+        *(("cached", CachedStruct), ("layer", c_void_p), ("layers", c_int64), ("layer_pages", c_int64)),
         *((name, c_void_p) for name in ("h", "cos", "sin", "page", "slot")),
         *((name, c_int64) for name in ("N", "D", "F")),
         *(("eps", c_float), ("offset", c_float), ("act", c_int64)),
@@ -114,7 +114,7 @@ def cached_layers(
     )
     what.N = len(h_ND)
     delta_ND, sum_ND = torch.empty_like(h_ND), torch.empty_like(h_ND)
-    _memory(_lib().whet_cached_layers(ctypes.byref(what), delta_ND.data_ptr(), sum_ND.data_ptr()))
+    check_memory(c_library().whet_cached_layers(ctypes.byref(what), delta_ND.data_ptr(), sum_ND.data_ptr()))
     return delta_ND, sum_ND
 
 
@@ -125,13 +125,13 @@ def computes(given: Sequence[Tensor], numbers: LayerNumbers) -> bool:
         dense
         and given[0].dtype is torch.float32
         and not numbers.head_dim % VECTOR
-        and numbers.head_dim <= _MAX_HEAD
+        and numbers.head_dim <= MAX_HEAD
     )
 
 
 def described(
     layers: Sequence[LayerWeights], windows: Sequence[int], numbers: LayerNumbers, k: Tensor, v: Tensor
-) -> tuple[_Layers, ctypes.Array[c_int64]]:
+) -> tuple[LayersStruct, ctypes.Array[c_int64]]:
     """These layers for C, over this cache; and memory of theirs, to be held as long as they are used."""
     rows = [
         (*(0 if t is None else t.data_ptr() for t in layer), window) for layer, window in zip(layers, windows)
@@ -139,18 +139,18 @@ def described(
     layer = (c_int64 * (len(rows) * len(rows[0])))(*chain(*rows))
     first, size = layers[0], numbers.head_dim
     heads, kv_heads = len(first.q) // size, len(first.k) // size
-    cached = _Cached(
+    cached = CachedStruct(
         *(0, k.data_ptr(), v.data_ptr()),
         *(heads * size, size, heads, kv_heads, size, 0, numbers.scale, 0.0),
         threads=torch.get_num_threads(),
     )
-    what = _Layers(cached, ctypes.addressof(layer), len(rows), k.stride(0))
+    what = LayersStruct(cached, ctypes.addressof(layer), len(rows), k.stride(0))
     what.D, what.F = first.q.shape[1], len(first.gate)
     what.eps, what.offset, what.act = numbers.eps, numbers.offset, ACTS[numbers.act]
     return what, layer
 
 
-def keep(what: _Layers, kept: NewRows) -> None:
+def keep(what: LayersStruct, kept: NewRows) -> None:
     """Activations are written there."""
     what.kept[:] = [x.data_ptr() + kept.first * x.stride(1) * x.element_size() for x in kept.kinds]
     what.kept_layer[:] = [x.stride(0) for x in kept.kinds]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from whet.models.activations import NewRows
 from whet.models.attention import KvCache
-from whet.models.compiled import _lib, _memory
-from whet.models.compiled_layers import _Layers, check_kept, computes, described, keep
+from whet.models.compiled import c_library, check_memory
+from whet.models.compiled_layers import LayersStruct, check_kept, computes, described, keep
 from whet.models.forward import Decoder
 from whet.models.fused_forward import PlainModel
 from whet.models.logprobs import OutputHead, Temperature
@@ -53,7 +53,7 @@ class _Step(ctypes.Structure):
     """Step of kernels.c."""
 
     _fields_ = [
-        ("layers", _Layers),
+        ("layers", LayersStruct),
         *((name, c_void_p) for name in ("embed", "norm", "head", "cos", "sin")),
         *((name, c_int64) for name in ("V", "positions", "pages")),
         *((name, c_void_p) for name in ("state", "table")),
@@ -119,7 +119,7 @@ class CompiledStep:
         if kept is not None:
             self._keep(step, kept(step.rows))
         ended_B = room(step.rows, dtype=torch.uint8)
-        bad = _lib().whet_decode_step(ctypes.byref(step), ended_B.data_ptr())
+        bad = c_library().whet_decode_step(ctypes.byref(step), ended_B.data_ptr())
         if bad > 0:
             raise bad_logits(bad)
         if bad == -2:
@@ -127,7 +127,7 @@ class CompiledStep:
                 f"a live row has a token beyond the vocabulary of {step.V}, or a page that is not one of the cache's "
                 f"{step.pages}"
             )
-        _memory(bad)
+        check_memory(bad)
         return np.flatnonzero(ended_B.numpy()).tolist()
 
     def _keep(self, step: _Step, kept: KeptStep) -> None:
