@@ -183,13 +183,14 @@ def test_the_watch_reports_a_call_that_does_not_return(caplog):
         while not caplog.records and time.monotonic() < end:
             time.sleep(0.01)
 
+    before = {*threading.enumerate()}
     with caplog.at_level(logging.WARNING), Watch(quiet_s=0.1) as watch:
         watch.beat("the update")
         stuck_in_here()
     text = caplog.records[0].getMessage()
     assert "in the update" in text
     assert "stuck_in_here" in text
-    assert "whet-watch" not in [thread.name for thread in threading.enumerate()]
+    assert "whet-watch" not in [thread.name for thread in {*threading.enumerate()} - before]
 
 
 def test_the_watch_is_silent_while_the_run_lives(caplog):
