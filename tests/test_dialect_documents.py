@@ -213,7 +213,7 @@ def test_releases_have_the_keys_of_their_documents(kind: str, key: str, releases
 
 def test_what_the_oldest_releases_alone_assume_is_told() -> None:
     """Where the keys of a file do not tell its release, it is read as the oldest: those defaults would be its own."""
-    keys = ("data.train_files=a.parquet", "model.partial_pretrain=m")
+    keys = ("data.train_files=a.parquet", "data.val_files=b.parquet", "model.partial_pretrain=m")
     told = {at: _differs(read("verl-sft", *keys, at=at)) for at in ("0.4.0", "0.4.1")}
     assert "In 0.4.0 it has dicts with the key question" in told["0.4.0"]
     assert "In 0.4.0" not in told["0.4.1"]

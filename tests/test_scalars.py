@@ -64,7 +64,9 @@ def test_values_of_a_verl_file_reach_a_function_as_verl_gives_them(tmp_path):
     file.write_text(
         "custom_reward_function: {path: mine.py, name: f, reward_kwargs: {strict: no, least: 1_000, code: 010}}\n"
         "algorithm: {adv_estimator: grpo}\n"
+        "data: {train_files: a.parquet, val_files: b.parquet}\n"
         "actor_rollout_ref:\n"
+        "  model: {path: m}\n"
         "  actor: {ppo_micro_batch_size_per_gpu: 010}\n"
         "  rollout: {log_prob_micro_batch_size_per_gpu: 8}\n"
         "whet: {run_dir: on}\n"
