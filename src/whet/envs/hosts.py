@@ -276,7 +276,7 @@ class EnvHosts:
         self.processes: list[HostProcess] = []
         """The hosts that live."""
         self.starting: set[HostProcess] = set()
-        """What is no host yet."""
+        """Processes that are not ready to play yet."""
         self._news = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._work: set[asyncio.Task[None]] = set()

@@ -363,7 +363,7 @@ def sample(logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_memory(failed: int) -> None:
-    """WhetError where a kernel says that it has failed, for which there is one reason."""
+    """WhetError where a kernel failed: the only reason is that it got no scratch memory."""
     if failed:
         raise WhetError(
             "a kernel could not get scratch memory; make the micro-batch or the sequences smaller"
